@@ -199,7 +199,11 @@ class Agreement:
         self.sequence += 1
         messages = self._messages
         if messages is not None:
-            messages.beat()
+            try:
+                messages.beat()
+            except TransportError as error:
+                error.step = self.step
+                return GiveUp(error)
         try:
             payload = action() or b""
             last_verdict = self._verdicts[-1] if self._verdicts else ""
@@ -208,7 +212,8 @@ class Agreement:
         except BaseException as error:
             vote = Vote(phase=phase, failure=describe(error))
             if messages is not None:
-                messages.channel.post(f"failed/{self.sequence}", "1", self._timeout)
+                with suppress(TransportError):  # The error below says more.
+                    messages.channel.post(f"failed/{self.sequence}", "1", self._timeout)
             if not isinstance(error, Exception):
                 # A signal handler has raised: report the failure to the other ranks, and let the exception pass.
                 if messages is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,7 +47,7 @@ _PROBE_AFTER: Final = timedelta(milliseconds=200)
 _PROBE_TIMEOUT: Final = timedelta(seconds=1)
 
 _num_groups: dict[str, int] = {}
-_runs: dict[str, tuple[Any, RunStore]] = {}
+_runs: weakref.WeakKeyDictionary[Any, dict[str, RunStore]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +99,11 @@ class RankGroup:
         keys = keys if keys is not None else Keys.from_environment()
         shared: Any = PrefixStore(f"ft_transport/{name}/{ranks}", default)
         if size > 1:
-            known = _runs.get(name)
-            if known is None or known[0] is not default:
-                known = _runs[name] = default, RunStore(shared, rank, size)
-            shared = partial(known[1].store, str(number))
+            runs = _runs.setdefault(default, {})
+            if name not in runs:
+                # Weakly: the store of a destroyed process group must end.
+                runs[name] = RunStore(shared, rank, size, weakref.ref(default))
+            shared = partial(runs[name].store, str(number))
         return cls(rank=rank, size=size, global_ranks=global_ranks, shared=shared, keys=keys)
 
     def store(self, prefix: str, timeout: timedelta) -> Any:

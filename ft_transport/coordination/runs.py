@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from ft_transport.runtime.signal_safe import SafeThread
 
 _NONCE_BYTES: Final = 8
 _LONGEST_PAUSE_S: Final = 1.0
+_MAX_FAILURES: Final = 5
 
 
 class RunStore:
@@ -30,16 +32,17 @@ class RunStore:
         shared: The part of the store that all runs of the group use.
         rank: This rank within the group.
         size: Number of ranks.
+        owner: Returns ``None`` once the process group of the store has been destroyed.
     """
 
-    def __init__(self, shared: Any, rank: int, size: int) -> None:
+    def __init__(self, shared: Any, rank: int, size: int, owner: Callable[[], object]) -> None:
         self._shared = shared
-        self._rank = rank
+        self._owner = owner
         self._mutex = threading.Lock()
         self._prefix: str | None = None
         if rank == 0:
             self._prefix = secrets.token_hex(_NONCE_BYTES)
-            answering = SafeThread(target=self._answer, args=(range(1, size),), name="ft-transport-run", daemon=True)
+            answering = SafeThread(target=self._answer, args=(size - 1,), name="ft-transport-run", daemon=True)
             answering.start()
 
     def store(self, prefix: str, timeout: timedelta) -> Any:
@@ -60,7 +63,7 @@ class RunStore:
     def _ask(self, timeout: timedelta) -> str:
         deadline, backoff = Deadline.after(timeout), Backoff()
         nonce = secrets.token_hex(_NONCE_BYTES)
-        self._shared.set(f"asks/{self._rank}", nonce)
+        self._shared.set(f"asks/{self._shared.add('asks', 1)}", nonce)
         while not self._shared.check([f"answer/{nonce}"]):
             if deadline.is_over():
                 raise RankGoneError(
@@ -69,28 +72,27 @@ class RunStore:
                 )
             backoff.pause(deadline.cap(timeout).total_seconds())
         prefix = bytes(self._shared.get(f"answer/{nonce}")).decode()
-        self._shared.set(f"heard/{nonce}", prefix)
+        self._shared.add(f"heard/{prefix}", 1)
         return prefix
 
-    def _answer(self, ranks: range) -> None:
-        """Answer the other ranks of this run, until all have heard the prefix. Ranks of an earlier run do not hear."""
-        waiting = dict.fromkeys(ranks, "")
-        backoff = Backoff(_LONGEST_PAUSE_S)
-        while waiting:
+    def _answer(self, num_others: int) -> None:
+        """Answer each rank that asks, those of earlier runs as well, until all ranks of this run have heard."""
+        backoff, num_asked, num_failures = Backoff(_LONGEST_PAUSE_S), 0, 0
+        waiting: set[int] = set()
+        while self._owner() is not None and threading.main_thread().is_alive():
             try:
-                for rank, answered in list(waiting.items()):
-                    key = f"asks/{rank}"
-                    nonce = bytes(self._shared.get(key)).decode() if self._shared.check([key]) else ""
-                    if nonce and nonce != answered:
-                        self._shared.set(f"answer/{nonce}", self._prefix)
-                        waiting[rank] = nonce
-                    elif nonce and self._has_heard(nonce):
-                        del waiting[rank]
-            except RuntimeError:  # The store has ended, and with it the run.
-                return
+                earlier, num_asked = num_asked, self._shared.add("asks", 0)
+                waiting.update(range(earlier + 1, num_asked + 1))
+                # A rank that was killed in between has taken a number and set no key.
+                for number in [each for each in waiting if self._shared.check([f"asks/{each}"])]:
+                    nonce = bytes(self._shared.get(f"asks/{number}")).decode(errors="replace")
+                    self._shared.set(f"answer/{nonce}", self._prefix)
+                    waiting.remove(number)
+                if self._shared.add(f"heard/{self._prefix}", 0) >= num_others:
+                    return
+                num_failures = 0
+            except RuntimeError:  # The store has ended, and with it the run; or a call has failed.
+                num_failures += 1
+                if num_failures > _MAX_FAILURES:
+                    return
             backoff.pause(_LONGEST_PAUSE_S)
-
-    def _has_heard(self, nonce: str) -> bool:
-        """Return whether a rank has heard this run's prefix. A rank of an earlier run has heard that run's."""
-        key = f"heard/{nonce}"
-        return self._shared.check([key]) and bytes(self._shared.get(key)).decode() == self._prefix

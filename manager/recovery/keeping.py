@@ -24,7 +24,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from ft_transport import TransportError
+from ft_transport import RankGoneError, TransportError
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import RankGroup
 from ft_transport.runtime.signal_safe import SafeEvent
@@ -152,13 +152,18 @@ class Keeping(StateObserver):
 
         Raises:
             LockTimeoutError: Another thread held the write lock until the deadline.
-            TransportError: The state cannot be captured.
+            TransportError: The state cannot be captured, or the key-value store does not answer.
         """
         self._opened()
+        if self._is_replaced:
+            self._drop_other_history(self._state.step)
         if self._state.step != self._newest:
             self._stop()
             self._wait_until_idle()
             self._settle()
+            if self._unagreed is not None or not self.kept.history:
+                # The earlier kept states stay: the other ranks may have decided differently about them.
+                raise RankGoneError("expected the key-value store to decide about the last kept state")
             self._interval_s = 0.0  # Copies need not spare a training that ends.
             what = f"kept snapshot of step {self._state.step}"
             try:
@@ -193,7 +198,8 @@ class Keeping(StateObserver):
             self._agreed = part = self._resume.resumed.of_rank(self._opened().rank)
             self._is_replaced = False
             self.counts.add("kept_resumes_total")
-            if self._partners is not None and part in self.kept.parts():
+            # Equal on all ranks: each has its part then. Parts of another number of ranks are not copied again.
+            if self._partners is not None and part.num_ranks == self._opened().size:
                 # A host that was lost held copies as well.
                 self._submit_report(part, None, 0.0)
         return recovery

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import structs
 
-from ft_transport import TransportError
+from ft_transport import FetchTimeout, TransportError
 from ft_transport.coordination.ranks import RankGroup, decode_message
 from ft_transport.runtime.signal_safe import SafeEvent
 from ft_transport.telemetry.metrics import MetricValues
@@ -34,6 +34,7 @@ _LEAST_BYTES_PER_S: Final = 64e6
 _SHARE_OF_INTERVAL: Final = 0.5
 """Share of the time between two kept steps over which a copy is spread."""
 _LEAST_COPY_S: Final = 60.0
+_UNREACHABLE: Final = timedelta(seconds=10)
 _MAX_FAILED: Final = 3
 """So often a step is given up, because a copy has failed, before steps are kept without copies."""
 _MAX_SOURCES: Final = 100
@@ -98,14 +99,13 @@ class KeptPartners:
         if self._sources is None:
             self._plan([offers[rank] for rank in range(self._num_ranks)])
         outcomes = [self._copy(part.of_rank(source), offers, interval_s, stop) for source in self._sources or ()]
+        self._num_failed = 0 if all(outcomes) else self._num_failed + 1
         if stop.is_set():
             return False
-        self._num_failed = 0 if all(outcomes) else self._num_failed + 1
-        if self._num_failed >= _MAX_FAILED:
+        if self._num_failed == _MAX_FAILED:
             logger.warning("step %d: kept without copies, which have failed %d times", part.step, self._num_failed)
-            self._num_failed = 0
-            return True
-        return all(outcomes)
+        # Until a copy succeeds: ranks that failed at different steps would never report the same one.
+        return all(outcomes) or self._num_failed >= _MAX_FAILED
 
     def copy_timeout_s(self, interval_s: float) -> float:
         """Return the longest time that the copies of a step may take, in seconds."""
@@ -159,7 +159,7 @@ class KeptPartners:
             # After a restart: this host's keeper held the copy.
             self._counts.set("kept_copied_step", to=step)
             return True
-        timeout = timedelta(seconds=self.copy_timeout_s(interval_s))
+        timeout = FetchTimeout(total=timedelta(seconds=self.copy_timeout_s(interval_s)), unreachable=_UNREACHABLE)
         settings = self._transport.fetch_settings(timeout, self._rate(interval_s))
         self._cancel = settings.timeouts.handle.cancel
         try:

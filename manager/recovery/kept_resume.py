@@ -12,12 +12,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from ft_transport import RestoreError, TransportError
+from ft_transport import FetchTimeout, RestoreError, TransportError
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.transfer.kept import KeptSnapshots
 from ft_transport.transfer.kept_part import KeptPart
@@ -39,6 +40,8 @@ _OTHER_LAYOUT: Final = "the keepers of {} ranks"
 _MISFIT: Final = "misfit"
 """Outcome of a rank whose kept state does not fit the registered objects. Nothing was loaded."""
 _MAX_SHOWN: Final = 500
+_LONGEST_FETCH: Final = timedelta(minutes=30)
+"""A large part may take longer than ``timeout``, which limits the time without progress."""
 
 _Offers: TypeAlias = list[tuple[KeptPart, str]]
 
@@ -172,7 +175,8 @@ class KeptResume:
                 holder = addresses[sparse]
                 found = (addresses.get(first.of_rank(twin)) for twin in sparse.twins)
                 twins = [address for address in found if address is not None][:1]
-            settings = self._transport.fetch_settings(self._state.timeout)
+            timeout = FetchTimeout(total=_LONGEST_FETCH, unreachable=self._state.timeout, progress=self._state.timeout)
+            settings = self._transport.fetch_settings(timeout)
             self._kept.copy(part, holder, twins, replace(settings, verify=True, on_progress=None))
 
     def _load_own(self, part: KeptPart, source: str) -> Recovery:
@@ -210,7 +214,7 @@ class KeptResume:
 
         def outcome() -> str:
             try:
-                ranks.showing_life(action, 2 * self._state.timeout.total_seconds())
+                ranks.showing_life(action, 2 * _LONGEST_FETCH.total_seconds())
             except (ManagerError, TransportError) as error:
                 logger.warning("step %d of the kept states cannot be loaded: %s", step, error)
                 is_misfit = isinstance(error, (StateMismatchError, RestoreError))

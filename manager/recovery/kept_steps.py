@@ -8,6 +8,7 @@ that key once. So no rank can forget a decision that another rank has acted on.
 from __future__ import annotations
 
 import secrets
+import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -115,7 +116,7 @@ class KeptSteps:
                 if self._channel.get(keys, AT_ONCE, answer_timeout=self._timeout) is not None:
                     return self._decide(step, proposal)
             self.post_declined()
-            if stop.wait(pause_s):
+            if _is_over(stop, pause_s):
                 return None
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 
@@ -136,7 +137,7 @@ class KeptSteps:
                 return found
             is_decided = channel.get([self._decision_key(step)], AT_ONCE, answer_timeout=self._timeout) is not None
             self.post_declined()
-            if is_decided or stop.wait(pause_s):
+            if is_decided or _is_over(stop, pause_s):
                 return None
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 
@@ -169,3 +170,8 @@ class KeptSteps:
 
     def _value_key(self, step: int, rank: int) -> str:
         return f"{self._decision_key(step)}/value/{rank}"
+
+
+def _is_over(stop: SafeEvent, pause_s: float) -> bool:
+    """Pause. Return whether ``stop`` is set, or the interpreter ends, which waits for the threads of pools."""
+    return stop.wait(pause_s) or not threading.main_thread().is_alive()

@@ -247,7 +247,8 @@ class Replica:
         if resumed is None and checkpoints is not None:
             try:
                 resumed = checkpoints.resume(keys)
-            except TransportError as error:
+            except (ManagerError, TransportError) as error:
+                # A rank whose own load failed raises another error than the other ranks.
                 logger.warning("no checkpoint could be loaded; looking for an older kept state: %s", error)
                 resumed = keeping.resume(ranks, newer_than=-1)
                 if resumed is None:
