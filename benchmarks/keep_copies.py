@@ -29,7 +29,7 @@ _STATE_BYTES: Final = 500_000_000
 _NUM_TENSORS: Final = 300
 _NUM_RANKS: Final = 2
 _NUM_BLOCKS: Final = 6
-"""Of `EVERY` steps each with a kept one, and as many without. A first pair allocates the memory."""
+"""Pairs of blocks of `EVERY` steps: one that keeps a state, and one that keeps none. A first pair allocates memory."""
 _REST_S: Final = 0.2
 _ALLOCATING_S: Final = 3.0
 

@@ -211,7 +211,7 @@ class Keeping(StateObserver):
 
     @property
     def has_failed(self) -> bool:
-        """Whether a kept state was found damaged, on any rank; the same on all ranks."""
+        """Whether a kept state could not be loaded on any rank; the same on all ranks."""
         return self._resume.has_failed
 
     def agreement(self) -> Agreement:
@@ -271,7 +271,7 @@ class Keeping(StateObserver):
             self._interval_s = self._every * (now_s - first_s) / (step - first)
 
     def _may_still_copy(self) -> bool:
-        """Whether ranks may still be copying the last snapshot, so that it is too early to give it up."""
+        """Whether other ranks may still be copying the last snapshot."""
         if self._partners is None:
             return False
         return time.monotonic() < self._begun_s + 2 * self._partners.copy_timeout_s(self._interval_s)

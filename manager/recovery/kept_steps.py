@@ -142,8 +142,8 @@ class KeptSteps:
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 
     def give_up(self, step: int) -> bool:
-        """Wait no longer for the other ranks. Return whether all ranks have kept the step nevertheless."""
-        return self._channel is None or self._decide(step, "no")
+        """Wait no longer for the other ranks. Return whether all ranks have reported the step nevertheless."""
+        return self._channel is not None and self._decide(step, "no")
 
     def _decide(self, step: int, proposal: str) -> bool:
         channel = self._channel

@@ -302,3 +302,15 @@ def test_a_second_manager_of_one_process_leaves_the_first_ones_states(kept: Kept
     assert "keeps its state on this host" in trainer.ask("log.getvalue()")
     trainer.kill()
     assert kept.start().ask("resume()") == (2, 2, HERE, digest)
+
+
+def test_a_snapshot_that_fails_leaves_the_one_before(kept: Kept) -> None:
+    trainer = kept.start()
+    digest = trainer.ask("train(2)")
+    trainer.run("kept = keeping().kept; kept.add = lambda pending: (pending.abandon(), 1 / 0)")
+    trainer.run("optimizer.step(); manager.start_step(3); keeping()._wait_until_idle()")
+    # The next snapshot is begun, and never complete.
+    trainer.run("kept.add = lambda pending: os.kill(os.getpid(), 9)")
+    trainer.send("optimizer.step(); manager.start_step(4); optimizer.step(); time.sleep(30)")
+    trainer.close()
+    assert kept.start().ask("resume()") == (2, 2, HERE, digest)

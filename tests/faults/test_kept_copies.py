@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,20 +42,18 @@ class Hosts:
     def have_copied(self) -> bool:
         return all(self.job.copied_step(rank) >= 4 for rank in range(len(self.job.hosts)))
 
-    def are_stuck_after_copies(self) -> bool:
-        """Stop all ranks in a step, whose boundary they have noted."""
-        if not self.have_copied():
+    def are_held_after_copies(self) -> bool:
+        """Hold all ranks in one step, whose boundary they have noted, as soon as they have copies."""
+        hold = self.job.directory / "hold"
+        if not hold.exists() and self.have_copied():
+            # Far enough that no rank has reached it.
+            written = hold.with_name("written")
+            written.write_text(str(self.job.newest_step(0) + 10))
+            written.replace(hold)
+        if not hold.exists() or {str(self.job.newest_step(rank)) for rank in range(4)} != {hold.read_text()}:
             return False
-        stuck = [self.job.directory / f"{rank}.stuck" for rank in range(len(self.job.hosts))]
-        for each in stuck:
-            each.touch()
-        steps = {self.job.newest_step(rank) for rank in range(len(self.job.hosts))}
-        time.sleep(0.2)
-        is_still = steps == {self.job.newest_step(rank) for rank in range(len(self.job.hosts))}
-        if is_still:
-            for each in stuck:
-                each.unlink()
-        return is_still
+        hold.unlink()
+        return True
 
     def resumed(self) -> set[tuple[int, ...]]:
         """The step at which each rank resumed last."""
@@ -100,7 +97,7 @@ def test_ranks_resume_exactly_after_the_loss_of_a_host(hosts: Hosts, lost: str, 
 
 @pytest.mark.parametrize(("lost", "after"), [(None, ("a", "a")), ("b", ("a", "c", "c"))], ids=["2 ranks", "3 ranks"])
 def test_another_number_of_ranks_resumes_exactly(hosts: Hosts, after: Sequence[str], lost: str | None) -> None:
-    hosts.run(TWO_HOSTS, hosts.are_stuck_after_copies, KEEPING_IS_WHOLE="1")
+    hosts.run(TWO_HOSTS, hosts.are_held_after_copies, KEEPING_IS_WHOLE="1")
     if lost is not None:
         hosts.job.lose(lost)
     before = {words[0]: words[1] for words in hosts.job.notes(0) if words[0].isdigit()}
@@ -120,7 +117,7 @@ def test_ranks_that_come_back_on_other_hosts_resume_exactly(hosts: Hosts, lost: 
 
 
 def test_another_mesh_of_as_many_ranks_resumes_exactly(hosts: Hosts) -> None:
-    hosts.run(TWO_HOSTS, hosts.are_stuck_after_copies, KEEPING_IS_WHOLE="1", KEEPING_LAYOUT="hsdp")
+    hosts.run(TWO_HOSTS, hosts.are_held_after_copies, KEEPING_IS_WHOLE="1", KEEPING_LAYOUT="hsdp")
     before = {words[0]: words[1] for words in hosts.job.notes(0) if words[0].isdigit()}
     hosts.job.lose("b")
     hosts.run(TWO_HOSTS, lambda: True, KEEPING_IS_WHOLE="1", KEEPING_LAYOUT="fsdp")

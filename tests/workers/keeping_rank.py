@@ -90,6 +90,7 @@ def main() -> None:
     if grace_s := os.environ.get("KEEPING_GRACE_S"):
         announcement = directory / f"{rank}.announced"
         manager.on_preemption(is_announced=announcement.exists, grace=timedelta(seconds=float(grace_s)))
+    hold = directory / "hold"
     stuck, spoil = directory / f"{rank}.stuck", directory / f"{rank}.spoil"
     began_s = time.monotonic()
     recovery = manager.resume()
@@ -109,7 +110,7 @@ def main() -> None:
             if LAYOUT == "ddp":
                 for parameter in model.parameters():
                     dist.all_reduce(parameter.grad)
-            while stuck.exists():
+            while stuck.exists() or (hold.exists() and step >= int(hold.read_text())):
                 time.sleep(0.01)
             optimizer.step()
             optimizer.zero_grad()

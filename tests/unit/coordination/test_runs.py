@@ -1,4 +1,4 @@
-"""The ranks of a run agree on a part of the store that no earlier run has used, whoever comes first."""
+"""The ranks of a run agree on a part of the store that no earlier run has used, in whatever order they begin."""
 
 from __future__ import annotations
 

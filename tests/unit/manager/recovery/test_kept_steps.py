@@ -74,10 +74,10 @@ def test_a_step_of_another_history_is_decided_again(stopped: SafeEvent) -> None:
     assert second.report(10, stopped) is False
 
 
-def test_a_rank_alone_needs_no_store(stopped: SafeEvent) -> None:
+def test_a_rank_alone_needs_no_store_and_keeps_only_what_it_reports(stopped: SafeEvent) -> None:
     (alone,) = ranks(1)
     assert alone.report(10, stopped) is True
-    assert alone.give_up(10)
+    assert alone.give_up(20) is False
 
 
 def test_no_rank_waits_for_a_step_that_another_has_declined_while_it_waits_itself() -> None:
