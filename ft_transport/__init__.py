@@ -49,7 +49,7 @@ from ft_transport.errors import WriterFailedError as WriterFailedError
 from ft_transport.runtime.lazy_imports import import_on_use
 
 if TYPE_CHECKING:
-    from ft_transport.checkpoint.dcp_format import DCPCheckpoint as DCPCheckpoint
+    from ft_transport.checkpoint.dcp_checkpoint import DCPCheckpoint as DCPCheckpoint
     from ft_transport.checkpoint.load import LoadedCheckpoint as LoadedCheckpoint
     from ft_transport.checkpoint.saver import SaveHandle as SaveHandle
     from ft_transport.checkpoint.saver import StoreHealth as StoreHealth

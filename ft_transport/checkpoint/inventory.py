@@ -14,7 +14,8 @@ import msgspec
 from msgspec import Struct
 
 from ft_transport.checkpoint.claim import RootClaim
-from ft_transport.checkpoint.dcp_format import DCP_METADATA_NAME, DCPCheckpoint
+from ft_transport.checkpoint.dcp_checkpoint import DCPCheckpoint
+from ft_transport.checkpoint.dcp_metadata import DCP_METADATA_NAME
 from ft_transport.checkpoint.directory import NumberedDirectory, wait_until_visible
 from ft_transport.checkpoint.manifest import MANIFEST_NAME, Trust
 from ft_transport.checkpoint.plan import shown_names

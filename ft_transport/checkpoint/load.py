@@ -46,8 +46,8 @@ from ft_transport.http.client.manifests import digest_chunks
 from ft_transport.runtime.decoding import collector_paused
 from ft_transport.settings import default_num_threads
 from ft_transport.state.comparison import find_differences
-from ft_transport.state.encodings import decode_simple
 from ft_transport.state.matching import Incoming
+from ft_transport.state.python_values import decode_simple
 from ft_transport.state.resharding import LikeFunction, reshard
 from ft_transport.state.restore import Restore
 from ft_transport.wire.manifest import Manifest

@@ -23,7 +23,7 @@ from msgspec import Struct
 from ft_transport.checkpoint.write_items import LOCAL, SHARED, Described, Key, WriteItem
 from ft_transport.errors import CheckpointError, ReplicasDivergedError
 from ft_transport.runtime.regular_files import create_file
-from ft_transport.state.tensors import DTYPES_BY_NAME, SAFETENSORS_FILE_NAMES
+from ft_transport.wire.manifest import SAFETENSORS_FILE_NAMES
 from ft_transport.wire.nodes import QuantizedNode
 from ft_transport.wire.slices import Slice, row_major_strides, slice_of
 
@@ -148,7 +148,7 @@ def write_box(descriptor: int, data: memoryview, item: WriteItem, start: int) ->
         item: Position and shape of the box in its tensor.
         start: Offset of the tensor in the file.
     """
-    item_bytes = DTYPES_BY_NAME[item.dtype].itemsize
+    item_bytes = item.item_bytes
     strides = row_major_strides(item.global_shape, item_bytes)
     target = slice_of(start, strides, item.offset, item.shape, item_bytes)
     for number, position in enumerate(_positions(target)):
@@ -164,7 +164,7 @@ def _positions(target: Slice) -> Iterator[int]:
 
 def _lay_out(name: str, tensors: dict[str, WriteItem], root: str) -> tuple[ConsolidatedFile, dict[str, int]]:
     # Order by descending item size: then every tensor is aligned without padding, which safetensors readers refuse.
-    order = sorted(tensors.items(), key=lambda pair: -DTYPES_BY_NAME[pair[1].dtype].itemsize)
+    order = sorted(tensors.items(), key=lambda pair: -pair[1].item_bytes)
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
     end = 0
@@ -172,7 +172,7 @@ def _lay_out(name: str, tensors: dict[str, WriteItem], root: str) -> tuple[Conso
         offsets[tensor] = end
         end += _num_bytes_of(item, tensor)
         table[tensor[len(root) + 1 :]] = {
-            "dtype": SAFETENSORS_FILE_NAMES[DTYPES_BY_NAME[item.dtype]],
+            "dtype": SAFETENSORS_FILE_NAMES[item.dtype],
             "shape": _file_shape(item),
             "data_offsets": (offsets[tensor], end),
         }
@@ -184,12 +184,12 @@ def _lay_out(name: str, tensors: dict[str, WriteItem], root: str) -> tuple[Conso
 
 
 def _num_bytes_of(item: WriteItem, name: str) -> int:
-    dtype = DTYPES_BY_NAME[item.dtype]
-    if dtype not in SAFETENSORS_FILE_NAMES or (item.dtype == _HALF_BYTES and not item.global_shape):
+    if item.dtype not in SAFETENSORS_FILE_NAMES or (item.dtype == _HALF_BYTES and not item.global_shape):
         raise CheckpointError(
-            f"expected a dtype and a shape that safetensors can store, got {dtype}{list(item.global_shape)}", path=name
+            f"expected a dtype and a shape that safetensors can store, got {item.dtype}{list(item.global_shape)}",
+            path=name,
         )
-    return math.prod(item.global_shape) * dtype.itemsize
+    return math.prod(item.global_shape) * item.item_bytes
 
 
 def _file_shape(item: WriteItem) -> tuple[int, ...]:

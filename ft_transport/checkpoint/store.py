@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 import torch.distributed as dist
 
 from ft_transport.checkpoint.claim import RootClaim
-from ft_transport.checkpoint.dcp_format import DCPCheckpoint
+from ft_transport.checkpoint.dcp_checkpoint import DCPCheckpoint
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.inventory import Inventory, load_newest_good
 from ft_transport.checkpoint.load import Destination, LoadedCheckpoint, load
@@ -56,7 +56,6 @@ class CheckpointStore:
         consolidate: Path of a part of the state (keys joined by dots), such as ``model``. The tensors of this part are
             also written whole, to safetensors files with the index that ``transformers`` reads.
         read_only: Whether the store only loads. Such a store neither claims the root nor starts writer processes.
-        start_writers: Whether to start the writer processes now, so that their errors appear before training.
         settings: Timeouts, policies, file modes and the job token; by default, the defaults of `StoreSettings`.
         recorder: Records saves and loads (``ft_transport.telemetry``); a new one by default.
 
@@ -80,7 +79,6 @@ class CheckpointStore:
         keep: int | None = None,
         consolidate: str | None = None,
         read_only: bool = False,
-        start_writers: bool = True,
         settings: StoreSettings | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -113,15 +111,14 @@ class CheckpointStore:
             common = checked_store_arguments(rank_local, existing, keep, consolidate, self._settings)
             self._stager.rank_local = cast(tuple[str, ...], common["rank_local"])
             token = "none" if self._trust.keys is None else "one"
-            return {**common, "read_only": bool(read_only), "start_writers": bool(start_writers), "token": token}
+            return {**common, "read_only": bool(read_only), "token": token}
 
         try:
             compare_settings(self._agreement, "compare the settings", check)
             if not read_only:
                 owner = f"ranks {list(group.global_ranks)[:16]} of a group of {group.size}"
                 self._inventory.open_root(self._claim, owner, existing)
-                if start_writers:
-                    self._background.start(self._agreement)
+                self._background.start(self._agreement)
         except BaseException:
             self.close()
             raise

@@ -12,29 +12,22 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
-import torch
 
+from ft_transport.checkpoint.saved_values import decoded
 from ft_transport.errors import CheckpointError
-from ft_transport.state.placements import MeshResolver
-from ft_transport.state.tensors import DTYPES_BY_SAFETENSORS_NAME, name_of
-from ft_transport.state.unflatten import Unflattener
 from ft_transport.wire.chunks import Hasher, digest
 from ft_transport.wire.layouts import Region, region_of, shape_of
-from ft_transport.wire.manifest import ITEM_BITS, Manifest
+from ft_transport.wire.manifest import ITEM_BITS, TORCH_NAMES, Manifest
 from ft_transport.wire.nodes import (
-    CustomNode,
     DefaultDictNode,
-    DequeNode,
     DTensorNode,
     LayoutNode,
     LeafNode,
     MappingNode,
-    NamedTupleNode,
     Node,
-    QuantizedNode,
     SequenceNode,
     TensorNode,
     ViewNode,
@@ -81,6 +74,11 @@ class WriteItem(NamedTuple):
     def num_bytes(self) -> int:
         """Number of bytes of the item."""
         return self.piece.num_bytes if self.piece is not None else 0
+
+    @property
+    def item_bytes(self) -> int:
+        """Number of bytes of an element; 1 if the item has no bytes."""
+        return self.num_bytes // math.prod(self.shape) if self.num_bytes else 1
 
 
 class Value(NamedTuple):
@@ -235,7 +233,7 @@ class _Walk:
         assert isinstance(local, (TensorNode, LayoutNode, ViewNode)), "the node of a tensor"
         entry = self._manifest.tensors[local.index]
         shape, strides, start = entry.shape, None, entry.start
-        dtype = name_of(DTYPES_BY_SAFETENSORS_NAME[entry.dtype])
+        dtype = TORCH_NAMES[entry.dtype]
         item_bytes = ITEM_BITS[entry.dtype] // 8
         if isinstance(local, LayoutNode):
             shape, dtype = local.shape, local.dtype
@@ -277,7 +275,7 @@ class _Walk:
 
 def _label(key: Node, manifest: Manifest) -> str:
     """Return the text by which DCP names a dict key that is not a str."""
-    return str(value_of(key, manifest, memoryview(b"")))
+    return str(decoded(key, manifest, memoryview(b"")))
 
 
 def _tensor_of(node: Node) -> Node | None:
@@ -314,52 +312,3 @@ def _boxes(region: Region) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], t
             tuple(start for _, start, _ in combination),
             tuple(count for _, _, count in combination),
         )
-
-
-def value_of(node: Node, manifest: Manifest, data: memoryview) -> object:
-    """Decode the value of a node. Replace user-defined types, which other programs may lack.
-
-    A named tuple becomes a tuple, a value with a registered encoding becomes its encoded form, and the shard of a
-    DTensor becomes a plain tensor.
-
-    Args:
-        node: The node to decode.
-        manifest: The manifest of the snapshot.
-        data: The data of the snapshot.
-    """
-
-    def tensor_of(index: int) -> torch.Tensor:
-        entry = manifest.tensors[index]
-        dtype = DTYPES_BY_SAFETENSORS_NAME[entry.dtype]
-        if entry.start == entry.end:
-            return torch.empty(entry.shape, dtype=dtype)
-        return torch.frombuffer(bytearray(data[entry.start : entry.end]), dtype=dtype).view(entry.shape)
-
-    unflattener = Unflattener(
-        manifest=manifest,
-        tensor_of=tensor_of,
-        direct={},
-        is_destination=lambda _index, _tensor: False,
-        meshes=MeshResolver(None),
-    )
-    return unflattener.build(_plain_node(node), None)
-
-
-def _plain_node(node: Any) -> Node:
-    match node:
-        case CustomNode():
-            return _plain_node(node.value)
-        case DTensorNode():
-            return _plain_node(node.local)
-        case LeafNode():
-            return _plain_node(node.value)
-        case NamedTupleNode():
-            return SequenceNode("tuple", [_plain_node(item) for item in node.items])
-        case MappingNode() | DefaultDictNode() | SequenceNode() | DequeNode():
-            replaced: Node = msgspec.structs.replace(node, items=[_plain_node(item) for item in node.items])
-            return replaced
-        case QuantizedNode():
-            return QuantizedNode(_plain_node(node.values), node.dtype, node.scale_bits, node.zero_point)
-        case _:
-            plain: Node = node
-            return plain

@@ -1,8 +1,9 @@
 """The program of a writer process, which writes one rank's part of a checkpoint.
 
 The trainer passes the number of a descriptor: one of two connected sockets. Over this socket, the writer receives
-requests, and the descriptors of memory with snapshots. The writer uses no process group and no accelerator. It exits
-when the trainer closes the other socket, so it does not outlive the trainer.
+requests, and the descriptors of memory with snapshots. The writer imports torch only if the state has a value that only
+torch can encode (``saved_values``). It exits when the trainer closes the other socket, so it does not outlive the
+trainer.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-import torch
 
-from ft_transport.checkpoint.dcp_format import DCP_METADATA_NAME, encode_dcp_metadata, envelope_of, saved
+from ft_transport.checkpoint.dcp_metadata import DCP_METADATA_NAME, encode_dcp_metadata
 from ft_transport.checkpoint.digested_file import DigestedFile, digested, write_small
 from ft_transport.checkpoint.manifest import (
     CHECKSUM,
@@ -45,7 +45,9 @@ from ft_transport.checkpoint.plan import (
     make_plan,
     write_box,
 )
-from ft_transport.checkpoint.write_items import SHARED, Described, Describer, WriteItem, describe, value_of
+from ft_transport.checkpoint.saved_values import encode_value
+from ft_transport.checkpoint.torch_save import envelope_of
+from ft_transport.checkpoint.write_items import SHARED, Described, Describer, WriteItem, describe
 from ft_transport.checkpoint.writer_process import (
     Bytes,
     Compare,
@@ -71,7 +73,6 @@ from ft_transport.coordination.votes import AbandonedError
 from ft_transport.coordination.votes import describe as describe_failure
 from ft_transport.errors import ReplicasDivergedError, RestoreError
 from ft_transport.runtime.regular_files import open_regular, sync_directory
-from ft_transport.state.tensors import DTYPES_BY_NAME
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import Manifest, decode_header
 from ft_transport.wire.merging import merge_trees
@@ -221,7 +222,7 @@ class Writer:
                 item = self._described.items[at]
                 before = after = b""
                 if item.names:
-                    before, after = envelope_of(DTYPES_BY_NAME[item.dtype], item.shape)
+                    before, after = envelope_of(item.dtype, item.shape, item.num_bytes)
                 start = file.position
                 if item.is_entry:
                     positions[item.part][item.entry] = start + len(before)
@@ -230,7 +231,7 @@ class Writer:
             for at in plan.values:
                 value = self._described.values[at]
                 start = file.position
-                file.write(saved(value_of(value.node, self._manifests[value.part], self._data[value.part])))
+                file.write(encode_value(value.node, self._manifests[value.part], self._data[value.part]))
                 places.append((start, file.position - start))
             data_file = file.finish()
         self._put_consolidated(directory, plan)
@@ -305,7 +306,6 @@ def serve(connection: socket.socket) -> None:
 
 def main() -> None:
     """Run a writer process."""
-    torch.set_num_threads(1)
     # Almost no object is part of a cycle, and the search for cycles would take longer than creating all objects.
     gc.disable()
     os.nice(_NICENESS)

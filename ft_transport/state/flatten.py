@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ft_transport.errors import SnapshotError, UnsupportedLeafError
-from ft_transport.state import encodings, tensors
+from ft_transport.state import encodings, python_values, tensors
 from ft_transport.state.blocks import Blocks, FastLane, FlatState, OffLaneError
 from ft_transport.state.placements import LayoutEncoder, dtensor_type
 from ft_transport.wire import nodes
@@ -115,10 +115,10 @@ class _Flattener:
             deque: lambda value, path: nodes.DequeNode(value.maxlen, self._items(value, value, path)),
             type(None): lambda _value, _path: None,
             bool: lambda value, _path: bool(value),
-            int: encodings.encode_int,
-            float: lambda value, _path: encodings.encode_float(value),
-            complex: lambda value, _path: encodings.encode_complex(value),
-            str: lambda value, _path: encodings.encode_str(value),
+            int: python_values.encode_int,
+            float: lambda value, _path: python_values.encode_float(value),
+            complex: lambda value, _path: python_values.encode_complex(value),
+            str: lambda value, _path: python_values.encode_str(value),
             bytes: lambda value, path: self._bytes(value, path, mutable=False),
             bytearray: lambda value, path: self._bytes(value, path, mutable=True),
             np.ndarray: self._numpy_array,
@@ -149,8 +149,8 @@ class _Flattener:
         custom = encodings.encoding_for_type(type_)
         if custom is not None:
             return self._custom(custom, value, path)
-        if isinstance(value, np.generic) and encodings.is_plain_numpy_scalar(value):
-            return encodings.encode_numpy_scalar(value)
+        if isinstance(value, np.generic) and python_values.is_plain_numpy_scalar(value):
+            return python_values.encode_numpy_scalar(value)
         if encodings.is_named_tuple_type(type_) and isinstance(value, tuple):
             return self._named_tuple(value, path)
         constant = encodings.encode_constant(value)
@@ -210,7 +210,7 @@ class _Flattener:
         try:
             prefix = f"{path}." if path else ""
             return [
-                value if encodings.is_small_int(value) else self.encode(value, f"{prefix}{index}")
+                value if python_values.is_small_int(value) else self.encode(value, f"{prefix}{index}")
                 for index, value in enumerate(values)
             ]
         finally:
@@ -244,7 +244,7 @@ class _Flattener:
                         names.append(name)
                         sources.append(item)
                         continue
-                elif encodings.is_small_int(key):
+                elif python_values.is_small_int(key):
                     name = f"{prefix}{key}"
                     add(key)
                 else:
@@ -259,7 +259,7 @@ class _Flattener:
             self._open.discard(id(value))
 
     def _default_dict(self, value: defaultdict[Any, object], path: str) -> Node:
-        factory = encodings.default_factory_name(value, path)
+        factory = python_values.default_factory_name(value, path)
         return nodes.DefaultDictNode(factory, self._mapping_items(value, path))  # type: ignore[arg-type]
 
     def _bytes(self, value: bytes | bytearray, path: str, *, mutable: bool) -> Node:
@@ -269,7 +269,7 @@ class _Flattener:
         return nodes.StoredBytesNode(self._lane.store(block, path, "U8", (block.numel(),)), mutable)
 
     def _numpy_array(self, value: np.ndarray[Any, Any], path: str) -> Node:
-        data = encodings.numpy_bytes(value, path)
+        data = python_values.numpy_bytes(value, path)
         block = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         return nodes.NumpyArrayNode(self._lane.store(block, path, "U8", (block.numel(),)), value.dtype.str, value.shape)
 
@@ -388,7 +388,7 @@ class _Flattener:
             )
         values = self._plain_tensor(value.int_repr(), path)
         return nodes.QuantizedNode(
-            values, tensors.name_of(value.dtype), encodings.float_bits(value.q_scale()), value.q_zero_point()
+            values, tensors.name_of(value.dtype), python_values.float_bits(value.q_scale()), value.q_zero_point()
         )
 
 

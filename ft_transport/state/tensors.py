@@ -13,44 +13,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-SAFETENSORS_NAMES: Final[dict[torch.dtype, str]] = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-"""The dtypes that every safetensors reader supports. Other dtypes are stored as ``U8``; the tree has their name."""
-
-DTYPES_BY_SAFETENSORS_NAME: Final = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+from ft_transport.wire import manifest
 
 DTYPES_BY_NAME: Final[dict[str, torch.dtype]] = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
 """Every dtype of the installed torch by its canonical name (``float32``, never ``float``)."""
 
-SAFETENSORS_FILE_NAMES: Final = SAFETENSORS_NAMES | {
-    DTYPES_BY_NAME[name]: file_name
-    for name, file_name in {
-        "float8_e8m0fnu": "F8_E8M0",
-        "float8_e4m3fnuz": "F8_E4M3FNUZ",
-        "float8_e5m2fnuz": "F8_E5M2FNUZ",
-        "float4_e2m1fn_x2": "F4",
-    }.items()
-    if name in DTYPES_BY_NAME
+SAFETENSORS_NAMES: Final = {
+    DTYPES_BY_NAME[dtype]: name for dtype, name in manifest.SAFETENSORS_NAMES.items() if dtype in DTYPES_BY_NAME
 }
-"""The dtypes that safetensors 0.8 has names for. Shapes in its files count ``F4`` in half bytes."""
+"""As the table of ``wire.manifest``, by dtype."""
+
+DTYPES_BY_SAFETENSORS_NAME: Final = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 QUANTIZED: Final = {
     torch.qint8: torch.int8,

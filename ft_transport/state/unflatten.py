@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ft_transport.errors import ManifestError, RestoreError, TransportError
-from ft_transport.state import encodings, tensors
+from ft_transport.state import encodings, python_values, tensors
 from ft_transport.state.encodings import HashWatch, distinct, set_of
 from ft_transport.state.placements import MeshResolver, is_dtensor, matches, rebuild
 from ft_transport.wire import nodes
@@ -108,13 +108,13 @@ class Unflattener:
                 | nodes.BytesNode()
                 | nodes.NumpyScalarNode()
             ):
-                return encodings.decode_simple(node)
+                return python_values.decode_simple(node)
             case nodes.MappingNode():
                 return self._mapping(node, into, path)
             case nodes.DefaultDictNode():
                 # Safe: the decoder of the node accepts only names in `DEFAULT_FACTORIES`.
                 pairs = distinct(dict(self._pairs(node.items, into, path)), len(node.items) // 2, path)
-                return defaultdict(encodings.DEFAULT_FACTORIES[node.factory], pairs)
+                return defaultdict(python_values.DEFAULT_FACTORIES[node.factory], pairs)
             case nodes.SequenceNode():
                 return self._sequence(node, into, path)
             case nodes.NamedTupleNode():
@@ -304,7 +304,7 @@ class Unflattener:
     def _numpy_array(self, node: nodes.NumpyArrayNode, path: str) -> np.ndarray[Any, Any]:
         data = self._bytes_of(node.index, path)
         self._spend(data.nbytes, path)
-        values = encodings.numpy_values(node.dtype, bytearray(data))
+        values = python_values.numpy_values(node.dtype, bytearray(data))
         if math.prod(node.shape) != len(values):
             raise ManifestError(
                 f"expected one value for each element of shape {list(node.shape)}, got {len(values)} values"
@@ -341,7 +341,7 @@ class Unflattener:
             raise ManifestError(f"expected a zero point of 32 bits, got {node.zero_point}")
         self._spend(values.nbytes, path)
         try:
-            scale = encodings.float_from_bits(node.scale_bits)
+            scale = python_values.float_from_bits(node.scale_bits)
             return torch._make_per_tensor_quantized_tensor(values, scale, node.zero_point)
         except (RuntimeError, ValueError, TypeError) as error:
             raise ManifestError(f"expected a valid scale and zero point for {node.dtype}: {error}") from error

@@ -48,6 +48,23 @@ ITEM_BITS: Final[dict[str, int]] = {
 }  # fmt: skip
 """Bits per element of each safetensors dtype that this package writes."""
 
+SAFETENSORS_NAMES: Final = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
+    "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+"""The torch dtypes that every safetensors reader supports. Others are stored as ``U8``; the tree has their name."""
+
+SAFETENSORS_FILE_NAMES: Final = SAFETENSORS_NAMES | {
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float4_e2m1fn_x2": "F4",
+}
+"""The torch dtypes that safetensors 0.8 has names for. Shapes in its files count ``F4`` in half bytes."""
+
+TORCH_NAMES: Final = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+
 _PREFIX: Final = "ft_transport."
 _RESERVED_NAME: Final = "__metadata__"
 _LATER: Final = "later"

@@ -218,7 +218,7 @@ def test_pruning_never_removes_the_last_good_one(
 ) -> None:
     for step in damaged:
         damage(root / f"step-{step}" / _DATA, lambda path: flip_bit(path, CHUNK_BYTES + 1))
-    with CheckpointStore(root, rank_local=("random",), start_writers=False) as store:
+    with CheckpointStore(root, rank_local=("random",)) as store:
         assert store.prune(keep) == removed
         left = tuple(step for step in (1, 2, 3) if step not in removed)
         assert store.steps() == left

@@ -202,7 +202,7 @@ class TestLargeNumbers:
             path.mkdir()
             (path / MANIFEST_NAME).write_text("{}")
         (tmp_path / f"step-{10**30}.incomplete").mkdir()
-        with CheckpointStore(tmp_path, settings=_SETTINGS, start_writers=False) as store:
+        with CheckpointStore(tmp_path, settings=_SETTINGS) as store:
             assert store.steps() == ()
             assert store.load_newest_good() is None
 

@@ -215,7 +215,7 @@ def test_pruning_takes_what_is_not_signed_for_no_good_one(root: Path) -> None:
         content[-1] ^= 1
 
     forge_file(root / "step-2", _DATA, change)
-    with CheckpointStore(root, rank_local=("random",), settings=settings(), start_writers=False) as store:
+    with CheckpointStore(root, rank_local=("random",), settings=settings()) as store:
         assert store.prune(1) == ()
         assert store.steps() == (1, 2)
 

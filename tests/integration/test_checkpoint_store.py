@@ -99,11 +99,11 @@ def test_a_step_is_saved_once_unless_it_may_be_replaced(store: CheckpointStore) 
 def test_existing_checkpoints_are_kept_cleared_or_refused(tmp_path: Path) -> None:
     with CheckpointStore(tmp_path, settings=_SETTINGS) as store:
         store.save(1, _state(1), wait=True)
-    with CheckpointStore(tmp_path, start_writers=False, settings=_SETTINGS) as store:
+    with CheckpointStore(tmp_path, settings=_SETTINGS) as store:
         assert store.steps() == (1,)
     with pytest.raises(CheckpointExistsError, match=r"there are \[1\]"):
-        CheckpointStore(tmp_path, existing="refuse", start_writers=False, settings=_SETTINGS)
-    with CheckpointStore(tmp_path, existing="clear", start_writers=False, settings=_SETTINGS) as store:
+        CheckpointStore(tmp_path, existing="refuse", settings=_SETTINGS)
+    with CheckpointStore(tmp_path, existing="clear", settings=_SETTINGS) as store:
         assert store.steps() == ()
 
 
@@ -122,7 +122,7 @@ def test_a_second_store_is_refused_and_may_read(store: CheckpointStore, monkeypa
 
 def test_a_forked_child_does_not_keep_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inventory, "_CLAIM_S", 0.2)
-    store = CheckpointStore(tmp_path, start_writers=False, settings=_SETTINGS)
+    store = CheckpointStore(tmp_path, settings=_SETTINGS)
     ready, go = os.pipe(), os.pipe()
     child = os.fork()
     if not child:
@@ -132,7 +132,7 @@ def test_a_forked_child_does_not_keep_the_root(tmp_path: Path, monkeypatch: pyte
     os.read(ready[0], 1)
     store.close()
     try:
-        CheckpointStore(tmp_path, start_writers=False, settings=_SETTINGS).close()
+        CheckpointStore(tmp_path, settings=_SETTINGS).close()
     finally:
         os.write(go[1], b"x")
         os.waitpid(child, 0)

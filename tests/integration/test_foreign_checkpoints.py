@@ -41,7 +41,7 @@ def titan(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def manager_of(root: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **keywords: Any) -> StateManager:
-    manager = StateManager(checkpoint_store=CheckpointStore(root, start_writers=False), **keywords)
+    manager = StateManager(checkpoint_store=CheckpointStore(root), **keywords)
     manager.register("model", model)
     manager.register("optimizer", optimizer)
     return manager
@@ -185,7 +185,7 @@ def test_with_a_token_an_unsigned_checkpoint_is_loaded_where_that_is_accepted(tm
     dcp.save(plain(model, optimizer), checkpoint_id=tmp_path / "step-3", no_dist=True)
     for accepted in (False, True):
         settings = StoreSettings(token="0123456789abcdef0123456789abcdef", accept_unsigned=accepted)
-        manager = StateManager(checkpoint_store=CheckpointStore(tmp_path, settings=settings, start_writers=False))
+        manager = StateManager(checkpoint_store=CheckpointStore(tmp_path, settings=settings))
         manager.register("model", model)
         if accepted:
             assert manager.resume() is not None

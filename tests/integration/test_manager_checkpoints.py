@@ -16,7 +16,9 @@ from typing import Any
 import manager_checkpoint_ranks
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from made_objects import made
+from programs import start_writers
 from ranks import run_ranks, run_torchrun
 from torch import nn
 
@@ -221,7 +223,7 @@ def test_a_save_at_the_step_that_was_resumed_keeps_the_checkpoint(
 
 @pytest.mark.parametrize("save_every", [0, -1, True, 2.5])
 def test_settings_that_cannot_work_are_refused(tmp_path: Path, save_every: Any) -> None:
-    with CheckpointStore(tmp_path, start_writers=False) as store, pytest.raises(ConfigError):
+    with CheckpointStore(tmp_path) as store, pytest.raises(ConfigError):
         StateManager(checkpoint_store=store, save_every=save_every)
     with pytest.raises(ConfigError):
         StateManager(save_every=5)
@@ -249,6 +251,26 @@ def test_a_dead_writer_is_told_and_replaced(tmp_path: Path, caplog: pytest.LogCa
         assert "writer processes of ranks (0,) have died" in caplog.text
         trainer.manager.save(wait=True)
         assert trainer.store.latest() == 1
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_the_writer_process_imports_torch_only_for_values_of_torch(tmp_path: Path) -> None:
+    def maps_torch() -> bool:
+        return "libtorch" in Path(f"/proc/{writer.process_id}/maps").read_text()
+
+    with start_writers(), made(WriterProcess) as writers, replica(tmp_path) as trainer:
+        trainer.train(0, 1)
+        (writer,) = writers
+        trainer.manager.save(wait=True)
+        assert not maps_torch()
+        trainer.manager.register_state_dict_fn("dtype", lambda _state: None, lambda: {"dtype": torch.bfloat16})
+        trainer.train(1, 2)
+        trainer.manager.save(wait=True)
+        assert maps_torch()
+        assert trainer.store is not None
+        state: dict[str, Any] = {"user": {"dtype": {"dtype": None}}}
+        dcp.load(state, checkpoint_id=tmp_path / "step-2")
+        assert state["user"]["dtype"]["dtype"] is torch.bfloat16
 
 
 def _flip(path: Path, position: int) -> None:

@@ -33,7 +33,7 @@ def _name(rank: int, iteration: int) -> str:
 @contextmanager
 def guarded(root: Path, iteration: int) -> Iterator[None]:
     # What is cleared are checkpoints; so the file is put where the next one clears, in a directory of such a name.
-    with CheckpointStore(root, existing="clear", start_writers=False):
+    with CheckpointStore(root, existing="clear"):
         write(root / "step-1", iteration)
         yield
 

@@ -1,16 +1,8 @@
-"""Writes checkpoints in the format of DCP (``torch.distributed.checkpoint``), and reads those that DCP wrote.
+"""Reads checkpoints that other programs wrote with DCP (``torch.distributed.checkpoint``).
 
-Writing: ``.metadata`` is made of DCP's own classes (torch/distributed/checkpoint/metadata.py), so that DCP's reader and
-load planner find every tensor. DCP's reader passes each slice of a data file to ``torch.load``
-(torch/distributed/checkpoint/filesystem.py, ``FileSystemReader.read_data``), so each tensor is stored in the form that
-``torch.save`` writes: the data, with some bytes before it and after it. Without a CRC-32 of the data, these bytes
-depend only on dtype and shape. This module gets them from one ``torch.save`` of zeros for each dtype and shape. The
-data itself is then written unchanged, at the speed of a bare write. With the CRC-32, which nothing reads, torch writes
-only 0.3 GB/s to a disk that accepts 1.7 GB/s. The digests in ``manifest.json`` cover every byte.
-
-Reading: DCP's metadata is a pickle. `DCPCheckpoint` refuses a pickle that names a class or function that DCP's metadata
-does not use. Values are loaded with ``weights_only``. So no file of a checkpoint can run code. The files of other
-programs have no digests. Reading runs no collective.
+DCP's metadata is a pickle. `DCPCheckpoint` refuses a pickle that names a class or function that DCP's metadata does not
+use. Values are loaded with ``weights_only``. So no file of a checkpoint can run code. The files of other programs have
+no digests. Reading runs no collective.
 """
 
 from __future__ import annotations
@@ -18,145 +10,19 @@ from __future__ import annotations
 import io
 import pickle  # noqa: TID251 # DCP's format; `_MetadataReader` resolves a closed set of names
 import pickletools  # reads opcodes and makes no objects
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import ReadItem
 
-from ft_transport.checkpoint.manifest import data_file_name
-from ft_transport.checkpoint.plan import SavePlan
-from ft_transport.checkpoint.write_items import Key, WriteItem
+from ft_transport.checkpoint.dcp_metadata import DCP_METADATA_NAME
 from ft_transport.errors import CheckpointError, escape_peer_text
 from ft_transport.runtime.regular_files import read_regular
 from ft_transport.state.tensors import DTYPES_BY_NAME
-
-DCP_METADATA_NAME: Final = ".metadata"
-
-_MAX_ENVELOPES: Final = 1 << 16
-_CAPTURED_BYTES: Final = 1 << 20
-"""``torch.save`` writes data of this length in a call of its own; its other writes are far smaller."""
-
-
-def saved(value: object) -> bytes:
-    """Return the output of ``torch.save`` for a value. DCP passes it to ``torch.load``."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)  # noqa: TID251 # DCP's format; what we read ourselves is never unpickled
-    return buffer.getvalue()
-
-
-def encode_dcp_metadata(plan: SavePlan, places: Sequence[Sequence[tuple[int, int]]]) -> bytes:
-    """Return the content of DCP's ``.metadata``.
-
-    Args:
-        plan: The plan of all ranks.
-        places: For each rank, the offset and length of each item, then of each value, in the rank's data file.
-    """
-    stored: dict[Key, _StorageInfo] = {}
-    state: dict[str, Any] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
-    for rank, (rank_plan, each) in enumerate(zip(plan.rank_plans, places, strict=True)):
-        infos = [_StorageInfo(data_file_name(rank), offset, length) for offset, length in each]
-        described = plan.described[rank]
-        for position, info in zip(rank_plan.items, infos, strict=False):
-            stored[described.items[position].key] = info
-        for position, info in zip(rank_plan.values, infos[len(rank_plan.items) :], strict=True):
-            name = described.values[position].name
-            state[name] = BytesStorageMetadata()
-            storage[MetadataIndex(name)] = info
-    chunks: dict[str, dict[tuple[int, ...], WriteItem]] = {}
-    for described in plan.described:
-        for item in described.items:
-            for name in item.names:
-                chunks.setdefault(name, {}).setdefault(item.offset, item)
-    for name, by_offset in chunks.items():
-        first = next(iter(by_offset.values()))
-        boxes = []
-        for offset, item in sorted(by_offset.items()):
-            size = torch.Size(offset)
-            storage[MetadataIndex(name, size)] = stored[item.key]
-            boxes.append(ChunkStorageMetadata(size, torch.Size(item.shape)))
-        state[name] = TensorStorageMetadata(
-            properties=TensorProperties(dtype=DTYPES_BY_NAME[first.dtype]),
-            size=torch.Size(first.global_shape),
-            chunks=boxes,
-        )
-    metadata = Metadata(
-        state_dict_metadata=state,
-        planner_data={name: path for each in plan.described for name, path in each.paths.items()},
-        storage_data=storage,
-        version=CURRENT_DCP_VERSION,
-    )
-    buffer = io.BytesIO()
-    pickle.dump(metadata, buffer)
-    return buffer.getvalue()
-
-
-class _Capture:
-    """A file object that records what ``torch.save`` writes, except the data, which it recognises by its length."""
-
-    def __init__(self, data_bytes: int) -> None:
-        self._data_bytes = data_bytes
-        self.parts: list[bytes] = []
-        self.num_data_writes = 0
-
-    def write(self, data: memoryview) -> int:
-        if len(data) == self._data_bytes:
-            self.num_data_writes += 1
-            self.parts.append(b"")
-            self.data_at = len(self.parts)
-        else:
-            self.parts.append(bytes(data))
-        return len(data)
-
-    def flush(self) -> None:
-        """Do nothing: ``torch.save`` requires the method, but this file has no buffer."""
-
-
-@lru_cache(_MAX_ENVELOPES)
-def envelope_of(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """Return the bytes that ``torch.save`` writes before and after the data of a row-major tensor.
-
-    The length of the bytes before the data is a multiple of the alignment that torch requires for the data. Turns off
-    the CRC-32 of ``torch.save`` in this process.
-
-    Raises:
-        CheckpointError: This version of torch writes an unexpected format.
-    """
-    torch.serialization.set_crc32_options(False)
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    if num_bytes < _CAPTURED_BYTES:
-        template = (
-            torch.zeros(num_bytes, dtype=torch.uint8).view(dtype).view(shape)
-            if num_bytes
-            else torch.empty(shape, dtype=dtype)
-        )
-        whole = saved(template)
-        reader: Any = torch._C.PyTorchFileReader(io.BytesIO(whole))
-        start = reader.get_record_offset("data/0")
-        return whole[:start], whole[start + num_bytes :]
-    # The zeros use no memory: no page of them is ever touched.
-    template = torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
-    capture = _Capture(num_bytes)
-    torch.save(template, capture)  # type: ignore[arg-type] # noqa: TID251 # as above
-    if capture.num_data_writes != 1:
-        raise CheckpointError(f"expected torch.save to write the data of {dtype}{list(shape)} in one piece")
-    return b"".join(capture.parts[: capture.data_at]), b"".join(capture.parts[capture.data_at :])
-
 
 _MAX_METADATA_BYTES: Final = 1 << 30
 _MEMO_OPCODES: Final = ("PUT", "BINPUT", "LONG_BINPUT")
