@@ -7,7 +7,6 @@ state at the same step. With ``KEEPING_IS_WHOLE`` the digest is that of all rank
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -44,13 +44,13 @@ class Counter:
 
 
 def digest_of(model: nn.Module, optimizer: torch.optim.Optimizer, counter: Counter) -> str:
-    digest = hashlib.blake2b(b"" if IS_WHOLE else str(counter.value).encode(), digest_size=8)
+    digest = xxhash.xxh3_128(b"" if IS_WHOLE else str(counter.value).encode())
     for parameter in model.parameters():
         for tensor in (parameter, *optimizer.state.get(parameter, {}).values()):
             local = tensor
             if isinstance(tensor, DTensor):
                 local = tensor.full_tensor() if IS_WHOLE else tensor.to_local()
-            digest.update(local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(local.detach().contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

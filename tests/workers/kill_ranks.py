@@ -1,15 +1,19 @@
 """Kills all ranks of a job that keeps its state, again and again at random instants (by hand: ``ARGS``).
 
 ``kill_ranks.py --ranks 2 --kills 200 --seed 7``. Every state that any life of any rank had at a step must be the same.
-With ``--hosts 2``, half of the kills take a host and its keepers along.
+With ``--hosts 2``, half of the kills take a host and its keepers along. With ``--torchrun``, torchrun starts the ranks
+again; ``KEEPING_WIDTH=6455`` in the environment gives each of two ranks 1 GB.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import signal
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -56,6 +60,9 @@ class Job:
 
     def resumed(self, rank: int) -> list[int]:
         return [int(words[1]) for words in self.notes(rank) if words[0] == "resumed"]
+
+    def resume_seconds(self, rank: int) -> list[float]:
+        return [float(words[2]) for words in self.notes(rank) if words[0] == "resumed" and words[3] != "nothing"]
 
     def start(self, port: int, **variables: str) -> None:
         self.num_ranks = len(self.hosts)
@@ -177,6 +184,58 @@ def run(num_ranks: int, num_kills: int, keep_every: int, seed: int, num_hosts: i
     return job
 
 
+def run_under_torchrun(num_ranks: int, num_kills: int, keep_every: int, seed: int) -> None:
+    chosen = random.Random(seed)
+    with tempfile.TemporaryDirectory() as directory:
+        job = Job(Path(directory), num_ranks, keep_every)
+        arguments = ["--standalone", "--nproc-per-node", str(num_ranks), "--monitor-interval", "0.1"]
+        arguments += ["--max-restarts", str(num_kills), keeping_rank.__file__]
+        with (job.directory / "0.err").open("w") as errors:
+            launcher = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    *arguments,
+                    directory,
+                    str(job.num_steps),
+                    str(keep_every),
+                ],
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+                stderr=errors,
+            )
+        job.num_notes = [0] * num_ranks
+        try:
+            for _ in range(num_kills):
+                if chosen.random() > _SHARE_OF_EARLY_KILLS:
+                    job.wait()
+                while len(ranks := _children_of(launcher.pid)) < num_ranks:
+                    time.sleep(0.01)
+                time.sleep(chosen.uniform(0, 4.0))
+                job.host_of |= dict.fromkeys(ranks, ".")
+                for rank in chosen.choice([ranks, ranks[:1], ranks[1:]]):
+                    os.kill(rank, signal.SIGKILL)
+                while set(ranks) & set(_children_of(launcher.pid)):
+                    time.sleep(0.01)
+                job.num_notes = [len(job.notes(rank)) for rank in range(num_ranks)]
+            job.wait()
+            job.check()
+            seconds = sorted(itertools.chain.from_iterable(map(job.resume_seconds, range(num_ranks))))
+            print(
+                f"{num_ranks} ranks, {num_kills} kills by torchrun: step {job.newest_step(0)}, at most "
+                f"{max(job.lost_steps)} steps lost, ranks resumed {len(seconds)} times in "
+                f"{statistics.median(seconds):.2f} s (median; {seconds[0]:.2f} to {seconds[-1]:.2f})"
+            )
+        finally:
+            launcher.terminate()
+            launcher.wait()
+            job.close()
+
+
+def _children_of(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=2)
@@ -184,5 +243,9 @@ if __name__ == "__main__":
     parser.add_argument("--every", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--torchrun", action="store_true")
     options = parser.parse_args()
-    run(options.ranks, options.kills, options.every, options.seed, options.hosts)
+    if options.torchrun:
+        run_under_torchrun(options.ranks, options.kills, options.every, options.seed)
+    else:
+        run(options.ranks, options.kills, options.every, options.seed, options.hosts)
