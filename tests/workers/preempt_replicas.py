@@ -1,7 +1,7 @@
 """Preempts a replica of two ranks beside another one, at each moment of a step (by hand: ``preempt_replicas.py``).
 
 All ranks must stop at one step within the grace period and resume exactly there. The other replica goes on. Prints how
-long the preempted replica took to end, and the other one's longest time between two commits around it.
+long the preempted replica took to end, and how much longer than usual the other one's longest step took.
 """
 
 from __future__ import annotations
@@ -93,9 +93,13 @@ class Fleet:
         assert codes == [PREEMPTED_EXIT_CODE] * NUM_RANKS, f"{codes}\n{self.logs()}"
         return ended_s
 
-    def longest_commit_s(self, begin_s: float) -> float:
+    def longest_step_s(self, begin_s: float) -> float:
+        """The longest time between two commits of replica a since then, beyond its median time before."""
         times = [each["at_s"] for each in self.reports("a", 0, "committed")]
-        return max(after - before for before, after in itertools.pairwise(times) if after > begin_s)
+        steps = [(after, after - before) for before, after in itertools.pairwise(times)]
+        median_s = statistics.median(seconds for at_s, seconds in steps if at_s < begin_s)
+        longest_s: float = max(seconds for at_s, seconds in steps if at_s > begin_s)
+        return longest_s - median_s
 
     def check(self) -> None:
         """Equal states of a rank's part at a step in all replicas and lives."""
@@ -119,8 +123,13 @@ class Fleet:
         self._stack.close()
 
 
-def preempt(fleet: Fleet, moment: str, ranks: list[int]) -> tuple[float, float]:
-    """Preempt replica b once. Return the seconds until it had ended, and the longest time between two commits of a."""
+def preempt(fleet: Fleet, moment: str, ranks: list[int]) -> tuple[float, float, float]:
+    """Preempt replica b once.
+
+    Returns:
+        The seconds until b's state was kept and saved, and until b had ended; and how much longer than usual a took
+        for its longest step.
+    """
     if moment == "heal":
         for process in fleet.processes.pop("b"):
             process.kill()
@@ -135,7 +144,7 @@ def preempt(fleet: Fleet, moment: str, ranks: list[int]) -> tuple[float, float]:
     assert {each["moment"] for each in signalled} == {moment}
     begin_s = min(each["at_s"] for each in signalled)
     fleet.wait_for_steps("a", 10)
-    longest_s = fleet.longest_commit_s(begin_s)
+    waited_s = fleet.longest_step_s(begin_s)
     begun = {fleet.reports("b", rank, "boundary")[-1]["step"] for rank in range(NUM_RANKS)}
     fleet.start("b")
     fleet.wait_for_steps("b", 3)
@@ -144,7 +153,8 @@ def preempt(fleet: Fleet, moment: str, ranks: list[int]) -> tuple[float, float]:
     # The step that it had begun last was committed, unless another replica failed in it. A replica that heals has none.
     assert moment == "heal" or resumed.pop() in {max(begun), max(begun) + 1}
     fleet.check()
-    return ended_s - begin_s, longest_s
+    saved_s = max(fleet.reports("b", rank, "ending")[-1]["at_s"] for rank in range(NUM_RANKS))
+    return saved_s - begin_s, ended_s - begin_s, waited_s
 
 
 def main() -> None:
@@ -165,12 +175,10 @@ def main() -> None:
             fleet.wait_for_steps("b", 5)
             for moment in options.moments:
                 figures = [preempt(fleet, moment, chosen.choice([[0], [1], [0, 1]])) for _ in range(options.rounds)]
-                ended, gaps = zip(*figures, strict=True)
-                print(
-                    f"{moment}: ended after {statistics.median(ended):.2f} s (at most {max(ended):.2f}), longest time "
-                    f"between two commits of the other {statistics.median(gaps):.2f} s (at most {max(gaps):.2f})",
-                    flush=True,
+                saved, ended, gaps = (
+                    f"{statistics.median(each):.2f} s (at most {max(each):.2f})" for each in zip(*figures, strict=True)
                 )
+                print(f"{moment}: saved after {saved}, ended after {ended}; the other waited {gaps}")
         finally:
             fleet.close()
 

@@ -15,7 +15,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -87,12 +87,21 @@ def main() -> None:
     )
     manager.register("model", model)
     manager.register("optimizer", optimizer)
-    drawn: dict[str, Any] = {"number": 0}
+    drawn: dict[str, int] = {"number": 0}
     manager.register_state_dict_fn("data", drawn.update, lambda: dict(drawn), scope="local")
     manager.attach(optimizer)
     manager.on_preemption(grace=timedelta(seconds=GRACE_S))
     recovery = manager.resume()
     rank.report("resumed", step=manager.current_step(), source=recovery.source if recovery is not None else "")
+    try:
+        train(rank, manager, model, optimizer, drawn)
+    finally:
+        rank.report("ending")
+
+
+def train(
+    rank: Rank, manager: Manager, model: nn.Module, optimizer: torch.optim.Optimizer, drawn: dict[str, int]
+) -> NoReturn:
     while True:
         started_s = time.monotonic()
         rank.reach("quorum", _SOON_S)
