@@ -142,7 +142,7 @@ def _keep(training: _Training, _directory: Path, stack: ExitStack) -> _Copying:
             return keeping._job.result  # type: ignore[no-any-return] # the step's boundary has begun the snapshot
         # The first boundary after a step allocates and page-locks the memory, on another thread.
         manager.start_step(1)
-        while keeping.kept.is_preparing:
+        while keeping.kept._stager._pool._preparing is not None:
             time.sleep(0.01)
         return lambda: None
 

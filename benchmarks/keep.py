@@ -79,7 +79,7 @@ class Ours:
 
     def settle(self) -> None:
         keeping: Any = self._keeping
-        while keeping.kept.is_preparing:
+        while keeping.kept._stager._pool._preparing is not None:
             time.sleep(0.01)
         if keeping._job is not None:
             keeping._job.result()

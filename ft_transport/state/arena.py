@@ -34,7 +34,7 @@ bytes before the header are a hole in the file, and use no memory.
 _NAME: Final = "ft-transport-snapshot"
 _F_SEAL_FUTURE_WRITE: Final = 0x10  # Linux 5.1, include/uapi/linux/fcntl.h
 _REST_SHARE: Final = 4.0
-"""Seconds of pause for each second of prefaulting that no caller waits for, so that training is not slowed down."""
+"""Seconds of pause for each CPU second of prefaulting that is not urgent, so that training is not slowed down."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Arena:
         pin: Page-locks the memory for device copies, and returns a function that unlocks it; ``None`` for no pinning.
         is_wanted: Called repeatedly while the memory becomes resident (about a second for one or two gigabytes). If it
             returns ``False``, the construction fails.
-        rest: Called repeatedly meanwhile, with the seconds of work since its previous call. It may sleep.
+        rest: Called repeatedly meanwhile, with the CPU seconds of work since its previous call. It may sleep.
         is_resident: Whether all memory is made resident; otherwise only what is written uses memory.
 
     Attributes:
@@ -137,6 +137,7 @@ class ArenaPool:
         self._free: list[Arena] = []
         self._places = Places()
         self._num_waiting = 0
+        self._is_urgent = False
         self._preparing: SafeThread | None = None
         self._prepared_bytes = 0
         self._closed = False
@@ -167,9 +168,17 @@ class ArenaPool:
                 raise
 
     @property
-    def is_preparing(self) -> bool:
-        """Whether the background thread is making arenas."""
-        return self._preparing is not None
+    def must_wait(self) -> bool:
+        """Whether `take` would wait for the background thread, because no prepared arena is free yet."""
+        with self._changed:
+            is_one_free = any(arena.capacity_bytes >= self._prepared_bytes for arena in self._free)
+            return self._preparing is not None and not is_one_free
+
+    def hurry(self) -> None:
+        """Let the background thread finish the arenas that it is making without pauses."""
+        with self._changed:
+            self._is_urgent = self._preparing is not None
+            self._changed.notify_all()
 
     def num_taken(self) -> int:
         """Return the number of arenas in use, including those that `take` is making."""
@@ -281,7 +290,7 @@ class ArenaPool:
                 logger.warning("no memory could be prefaulted for snapshots of %d bytes: %s", data_bytes, error)
         finally:
             with self._changed:
-                self._preparing = None
+                self._preparing, self._is_urgent = None, False
                 self._changed.notify_all()
 
     def _make(
@@ -292,9 +301,9 @@ class ArenaPool:
         return Arena(capacity_bytes, pin=self._pin, is_wanted=is_wanted, rest=rest, is_resident=self._are_resident)
 
     def _rest(self, worked_s: float) -> None:
-        """Pause so that training is not slowed down, unless a caller waits for the memory."""
+        """Pause so that training is not slowed down, unless the memory is needed now."""
         with self._changed:
-            if not (self._num_waiting or self._closed):
+            if not (self._num_waiting or self._is_urgent or self._closed):
                 self._changed.wait(_REST_SHARE * worked_s)
 
     def _is_prepared_for(self, data_bytes: int) -> bool:

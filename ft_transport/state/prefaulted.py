@@ -73,7 +73,7 @@ def make_resident(
         address: Address of the memory.
         num_bytes: Length of the memory.
         is_wanted: Called repeatedly; ``False`` ends the work.
-        rest: Called repeatedly, with the seconds of work since its previous call. It may pause.
+        rest: Called repeatedly, with the CPU seconds of work since its previous call. It may pause.
 
     Raises:
         SnapshotError: ``is_wanted`` returned ``False``.
@@ -81,7 +81,8 @@ def make_resident(
     """
     huge = huge_page_bytes()
     for start in range(0, num_bytes, _PIECE_BYTES):
-        started_s = time.monotonic()
+        # Not the time that the thread waited for a core or for the GIL.
+        started_s = time.thread_time()
         if not is_wanted():
             raise SnapshotError("stopped making memory ready: the transport was shut down, or the state has grown")
         piece = min(_PIECE_BYTES, num_bytes - start)
@@ -95,7 +96,7 @@ def make_resident(
             # Linux before 5.14.
             ctypes.memset(address + start, 0, piece)
         if rest is not None:
-            rest(time.monotonic() - started_s)
+            rest(time.thread_time() - started_s)
 
 
 @functools.cache

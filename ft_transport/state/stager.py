@@ -67,9 +67,13 @@ class Stager:
         self._pool.prefault(data_bytes_of(flat))
 
     @property
-    def is_preparing(self) -> bool:
-        """Whether `prefault` is making memory resident."""
-        return self._pool.is_preparing
+    def must_wait(self) -> bool:
+        """Whether `begin` would wait for memory that `prefault` is making resident."""
+        return self._pool.must_wait
+
+    def hurry(self) -> None:
+        """Make memory resident without pauses, because it is needed now."""
+        self._pool.hurry()
 
     def begin(self, wanted: Taking | HeldState, *, share: bool = False, digester: Digester = PLAIN) -> PendingSnapshot:
         """Begin a snapshot.

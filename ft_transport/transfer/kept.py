@@ -264,9 +264,13 @@ class KeptSnapshots:
         self._stager.prefault(state)
 
     @property
-    def is_preparing(self) -> bool:
-        """Whether memory is being made resident, so that a snapshot would have to wait."""
-        return self._stager.is_preparing
+    def must_wait(self) -> bool:
+        """Whether a snapshot would wait for memory that is still being made resident."""
+        return self._stager.must_wait
+
+    def hurry(self) -> None:
+        """Make memory resident without pauses, because a snapshot was due."""
+        self._stager.hurry()
 
     def add(self, pending: PendingSnapshot) -> None:
         """Complete a snapshot, and let the keeper hold it.

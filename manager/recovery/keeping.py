@@ -134,6 +134,7 @@ class Keeping(StateObserver):
             self._stop()
         if not self._is_ready():
             # Training does not wait for memory, for the last snapshot, or for other ranks.
+            self.kept.hurry()
             self.counts.add("kept_snapshots_failed_total", "Unfinished")
             self._decline(step)
             return
@@ -278,7 +279,7 @@ class Keeping(StateObserver):
 
     def _is_ready(self) -> bool:
         """Whether a snapshot can begin without a wait."""
-        return bool(self.kept.history and not self.kept.is_preparing and self._is_idle() and self._unagreed is None)
+        return bool(self.kept.history and not self.kept.must_wait and self._is_idle() and self._unagreed is None)
 
     def _decline(self, step: int) -> None:
         """Let no rank wait for a step that this one does not keep."""

@@ -82,7 +82,7 @@ def keep(step: int) -> None:
         # Another manager of this loop would have made its memory resident some steps earlier.
         keeping()._is_prefaulted = True
         keeping()._prefault()
-    while keeping().kept.is_preparing:
+    while keeping().kept._stager._pool._preparing is not None:
         time.sleep(0.001)
     keeping()._job.result(20)
     manager.start_step(step)

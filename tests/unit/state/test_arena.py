@@ -7,6 +7,7 @@ import mmap
 import os
 import sys
 import threading
+import time
 
 import pytest
 
@@ -168,6 +169,55 @@ def _slow_populate(monkeypatch: pytest.MonkeyPatch, go_on: threading.Event) -> t
 
     monkeypatch.setattr(prefaulted, "_populate", slowly)
     return begun
+
+
+def test_the_first_arena_is_taken_while_the_second_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Semaphore(0), threading.Semaphore(0)
+    populate = prefaulted._populate
+
+    def slowly(address: int, num_bytes: int) -> None:
+        begun.release()
+        assert go_on.acquire(timeout=20)
+        populate(address, num_bytes)
+
+    monkeypatch.setattr(prefaulted, "_populate", slowly)
+    pool = ArenaPool(2)
+    assert not pool.must_wait
+    pool.prefault(5000)
+    assert begun.acquire(timeout=20)
+    assert pool.must_wait
+    go_on.release()
+    assert begun.acquire(timeout=20)  # now the second one
+    assert not pool.must_wait
+    arena = pool.take(5000)
+    assert pool.must_wait
+    go_on.release()
+    _until_prepared(pool)
+    assert not pool.must_wait
+    pool.give_back(arena)
+    pool.close()
+
+
+def test_hurrying_ends_the_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+
+    def populate(_address: int, _num_bytes: int) -> None:
+        begun.set()
+        end_s = time.thread_time() + 0.01
+        while time.thread_time() < end_s:
+            pass
+
+    monkeypatch.setattr(prefaulted, "_populate", populate)
+    monkeypatch.setattr(module, "_REST_SHARE", 1e6)
+    pool = ArenaPool(1)
+    pool.hurry()  # Nothing is being made.
+    pool.prefault(64 << 20)
+    assert begun.wait(20)
+    assert pool.must_wait
+    pool.hurry()
+    _until_prepared(pool)
+    assert len(pool._free) == 1
+    pool.close()
 
 
 def test_who_comes_meanwhile_waits_for_the_arena_that_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
