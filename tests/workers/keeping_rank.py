@@ -20,7 +20,7 @@ import xxhash
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from ft_transport import HTTPTransport
 from manager import Manager
@@ -28,6 +28,8 @@ from manager import Manager
 WIDTH = int(os.environ.get("KEEPING_WIDTH", "64"))
 LAYOUT = os.environ.get("KEEPING_LAYOUT", "fsdp")
 IS_WHOLE = bool(os.environ.get("KEEPING_IS_WHOLE"))
+TABLE_BYTES = int(os.environ.get("KEEPING_TABLE_BYTES", "0"))
+"""Size of this rank's shard of a table that every step changes without communication; AdamW adds twice as much."""
 
 
 class Counter:
@@ -78,6 +80,11 @@ def main() -> None:
             fully_shard(layer, mesh=mesh)
         if LAYOUT != "ddp":
             fully_shard(model, mesh=mesh)
+    table_grad: torch.Tensor | None = None
+    if TABLE_BYTES:
+        shard = torch.rand(TABLE_BYTES // 4)
+        model.register_parameter("table", nn.Parameter(DTensor.from_local(shard, mesh, [Shard(0)])))
+        table_grad = DTensor.from_local(torch.ones(1).expand(len(shard)), mesh, [Shard(0)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     counter = Counter(rank)
     transport = HTTPTransport[object]()
@@ -112,6 +119,8 @@ def main() -> None:
                     dist.all_reduce(parameter.grad)
             while stuck.exists() or (hold.exists() and step >= int(hold.read_text())):
                 time.sleep(0.01)
+            if table_grad is not None:
+                model.get_parameter("table").grad = table_grad
             optimizer.step()
             optimizer.zero_grad()
             counter.value += 7

@@ -2,7 +2,7 @@
 
 ``kill_ranks.py --ranks 2 --kills 200 --seed 7``. Every state that any life of any rank had at a step must be the same.
 With ``--hosts 2``, half of the kills take a host and its keepers along. With ``--torchrun``, torchrun starts the ranks
-again; ``KEEPING_WIDTH=6455`` in the environment gives each of two ranks 1 GB.
+again; ``KEEPING_TABLE_BYTES=333000000`` in the environment gives each rank 1 GB.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def run(num_ranks: int, num_kills: int, keep_every: int, seed: int, num_hosts: i
     return job
 
 
-def run_under_torchrun(num_ranks: int, num_kills: int, keep_every: int, seed: int) -> None:
+def run_under_torchrun(num_ranks: int, num_kills: int, keep_every: int, seed: int, within_s: float) -> None:
     chosen = random.Random(seed)
     with tempfile.TemporaryDirectory() as directory:
         job = Job(Path(directory), num_ranks, keep_every)
@@ -211,7 +211,7 @@ def run_under_torchrun(num_ranks: int, num_kills: int, keep_every: int, seed: in
                     job.wait()
                 while len(ranks := _children_of(launcher.pid)) < num_ranks:
                     time.sleep(0.01)
-                time.sleep(chosen.uniform(0, 4.0))
+                time.sleep(chosen.uniform(0, within_s))
                 job.host_of |= dict.fromkeys(ranks, ".")
                 for rank in chosen.choice([ranks, ranks[:1], ranks[1:]]):
                     os.kill(rank, signal.SIGKILL)
@@ -244,8 +244,9 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--torchrun", action="store_true")
+    parser.add_argument("--within-s", type=float, default=4.0, help="torchrun: latest kill after a life's first step")
     options = parser.parse_args()
     if options.torchrun:
-        run_under_torchrun(options.ranks, options.kills, options.every, options.seed)
+        run_under_torchrun(options.ranks, options.kills, options.every, options.seed, options.within_s)
     else:
         run(options.ranks, options.kills, options.every, options.seed, options.hosts)
