@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from manager.collectives.managed_work import ManagedWork as ManagedWork
     from manager.collectives.process_group import ReplicaProcessGroup as ReplicaProcessGroup
     from manager.config import ManagerConfig as ManagerConfig
+    from manager.elastic_batches import ElasticBatches as ElasticBatches
     from manager.local_updates import guard_diloco as guard_diloco
     from manager.local_updates import guard_local_sgd as guard_local_sgd
     from manager.manager import Manager as Manager
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from manager.recovery.peers import Recovery as Recovery
     from manager.recovery.preemption import PreemptedExit as PreemptedExit
     from manager.state.data_order import RandomState as RandomState
+    from manager.state.elastic_sampler import ElasticSampler as ElasticSampler
     from manager.state.optimizer_guard import OptimizerAttachment as OptimizerAttachment
     from manager.state_manager import StateManager as StateManager
 

@@ -239,6 +239,20 @@ class Manager(StateManager):
             raise ValueError(f"expected a floating-point tensor to average, got {tensor.dtype}")
         return self._joined().allreduce(tensor, reduce_op)
 
+    def num_microbatches(self, total: int) -> int:
+        """Return how many of the ``total`` microbatches of this step are this replica's, after waiting for the quorum.
+
+        The microbatches whose number modulo `num_participants` is `participating_rank` are this replica's; a replica
+        that does not participate has none. The averages of the step are then weighted by these numbers, so that the
+        average of each replica's own mean is the mean over all microbatches. Call it before the first `allreduce` of
+        the step, on all replicas and ranks with the same ``total``.
+
+        Raises:
+            ManagerError: The call was late, or an earlier call in the step had another ``total``.
+            QuorumError: The quorum could not be formed.
+        """
+        return self._joined().num_microbatches(total, f"{total} microbatches")
+
     @spanned("average_gradients")
     def average_gradients(self, trained: nn.Module | Optimizer | Iterable[torch.Tensor]) -> bool:
         """Average gradients over the replicas, and wait until they are averaged. Call it right after ``backward``.

@@ -46,11 +46,13 @@ class Reduction:
         name: Name of the parameter whose gradient is reduced, or a description of a bucket; empty for other tensors.
         reduce_op: torch's operation, such as ``ReduceOp.AVG``.
         parts: Name and shape of each gradient in a bucket; empty if the tensor is no bucket.
+        weighting: Description of the microbatches by which all replicas weight the average; empty without weights.
     """
 
     name: str
     reduce_op: Any
     parts: tuple[tuple[str, torch.Size], ...] = ()
+    weighting: str = ""
 
     @property
     def is_average(self) -> bool:
@@ -60,7 +62,8 @@ class Reduction:
     @property
     def operation(self) -> str:
         """Name of the operation, for messages."""
-        return _operation(self.reduce_op).name
+        name = _operation(self.reduce_op).name
+        return f"{name} of {self.weighting}" if self.weighting else name
 
     @property
     def options(self) -> AllreduceOptions:

@@ -146,6 +146,21 @@ class QuorumLoop:
         self._wait_for(current)
         return self._reductions.begin(current, tensor, reduce_op)
 
+    def num_microbatches(self, total: int, weighting: str) -> int:
+        """Divide the step's microbatches among the replicas; see `Manager.num_microbatches`.
+
+        Args:
+            total: Number of microbatches.
+            weighting: Describes the microbatches. Replicas with other descriptions cannot average with this one.
+        """
+        current = self._current_round()
+        self._wait_for(current)
+        return current.share_microbatches(total, weighting)
+
+    def note_drawing(self, *, is_drawing: bool) -> None:
+        """Record whether the loop has yet to draw some of this replica's microbatches of the step."""
+        self._current_round().is_drawing = is_drawing
+
     def average_gradients(self, parameters: NamedParameters) -> bool:
         """Average the gradients over the replicas; see `Manager.average_gradients`."""
         current = self._current_round()

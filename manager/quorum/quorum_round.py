@@ -19,8 +19,15 @@ from ft_transport.runtime.signal_safe import SafeFuture
 from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.telemetry.recorder import Recording
 from manager.collectives.managed_work import ManagedWork
+from manager.collectives.reductions import Reduction
 from manager.config import ManagerConfig
-from manager.errors import ReductionMismatchError, ReplicaFaultError, ReportedError, UnfinishedReductionError
+from manager.errors import (
+    ManagerError,
+    ReductionMismatchError,
+    ReplicaFaultError,
+    ReportedError,
+    UnfinishedReductionError,
+)
 from manager.quorum.decision import Decision, next_lineage
 from manager.quorum.membership import Membership
 from manager.quorum.process_group import group_number
@@ -48,6 +55,10 @@ class QuorumRound:
         is_own_error: Whether this replica, and no other one, caused the error.
         works: The collectives that this replica has begun.
         gradients: The result of ``gradients_of`` in the first `Manager.allreduce`; ``None`` before that call.
+        num_microbatches: Number of the step's microbatches, over all replicas; 0 if the loop has not asked for its own.
+        num_own_microbatches: Number of this replica's microbatches.
+        weighting: Description of the microbatches; equal on all replicas.
+        is_drawing: Whether the loop has yet to draw some of this replica's microbatches.
         num_averaging: Number of calls of `Manager.average_gradients` that have begun but not returned.
         reductions: Digest of the reductions, which the next quorum compares; empty if they have been compared already.
         is_left: Whether `Manager.start_quorum` has been called for the next attempt.
@@ -63,6 +74,10 @@ class QuorumRound:
     is_own_error: bool = False
     works: list[ManagedWork] = field(default_factory=list)
     gradients: dict[int, tuple[int, torch.Tensor]] | None = None
+    num_microbatches: int = 0
+    num_own_microbatches: int = 0
+    weighting: str = ""
+    is_drawing: bool = False
     num_averaging: int = 0
     reductions: Claim = field(default_factory=Claim)
     is_left: bool = False
@@ -71,10 +86,46 @@ class QuorumRound:
     is_committed: bool = False
     _reducing: dict[int, ManagedWork] = field(default_factory=dict)
 
+    def share_microbatches(self, total: int, weighting: str) -> int:
+        """Divide the step's microbatches among the replicas; see `Manager.num_microbatches`."""
+        if total < 1 or self.num_microbatches not in (0, total):
+            raise ManagerError(
+                f"expected one positive number of microbatches in each step, got {total} after {self.num_microbatches}"
+            )
+        decision = self.decision
+        if not self.num_microbatches and decision is not None:
+            if self.works:
+                raise ManagerError("expected num_microbatches before the first allreduce of the step, got it after it")
+            own = (
+                range(decision.participating_rank, total, decision.num_participants)
+                if decision.participating_rank is not None
+                else ()
+            )
+            self.num_microbatches, self.num_own_microbatches, self.weighting = total, len(own), weighting
+        return self.num_own_microbatches
+
+    def weight(self, decision: Decision) -> float | None:
+        """Return the factor of this replica in averages; ``None`` if all replicas have equally many microbatches."""
+        total = self.num_microbatches
+        return self.num_own_microbatches / total if total % decision.num_participants else None
+
     def note_reducing(self, local: torch.Tensor, work: ManagedWork) -> None:
         """Record that a reduction uses the tensor until a wait for ``work`` has ended."""
         if local.numel():
             self._reducing[local.data_ptr()] = work
+
+    def refuse_early(self, reduction: Reduction) -> None:
+        """Make sure that the loop has drawn all microbatches before it averages, as often as the other replicas.
+
+        Raises:
+            ManagerError: Some of this replica's microbatches are not drawn.
+        """
+        if self.is_drawing and reduction.is_average:
+            raise ManagerError(
+                "expected the loop to average after its last microbatch, got an average before it: other replicas may "
+                "have more or fewer microbatches; call manager.average_gradients(model) after the loop over "
+                "ElasticBatches, and use no_sync() of DistributedDataParallel in it"
+            )
 
     def refuse_twice(self, tensor: torch.Tensor, local: torch.Tensor) -> None:
         """Make sure that no other reduction uses the tensor.

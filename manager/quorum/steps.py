@@ -7,6 +7,7 @@ must make exactly one step. If that step fails, the replica's state is partial.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -134,6 +135,7 @@ class StepReductions:
         self, current: QuorumRound, parameter: torch.Tensor | None, tensor: torch.Tensor, reduction: Reduction
     ) -> ManagedWork:
         local = tensor.to_local() if is_dtensor(tensor) else tensor
+        current.refuse_early(reduction)
         current.refuse_twice(tensor, local)
         # Append before the reduction begins, so that `end` finds an interrupted reduction and fails the step.
         managed = ManagedWork(tensor, self._participant.report_error)
@@ -142,12 +144,19 @@ class StepReductions:
             return managed
         decision = current.decision
         assert decision is not None, "a replica without a decision has an error"
-        if decision.participating_rank is None:
-            local.zero_()
-        current.note_reducing(local, managed)
         divisor = decision.num_participants if reduction.is_average else 1
-        finish = partial(_finish, ReducedTensor(tensor, local, parameter), divisor)
         try:
+            if reduction.is_average and current.weighting:
+                reduction = replace(reduction, weighting=current.weighting)
+                weight = current.weight(decision)
+                divisor = divisor if weight is None else 1
+                if weight:
+                    local.mul_(weight)
+            # Not a product with 0: without a backward pass, the values may be anything.
+            if decision.participating_rank is None or (reduction.weighting and not current.num_own_microbatches):
+                local.zero_()
+            current.note_reducing(local, managed)
+            finish = partial(_finish, ReducedTensor(tensor, local, parameter), divisor)
             managed.begin(self._participant.membership.process_group.allreduce(local, reduction), finish)
         except Exception as error:
             self._participant.report_error(error)

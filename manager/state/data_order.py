@@ -31,12 +31,13 @@ from torch.utils.data import DataLoader
 from ft_transport import state_digest
 from ft_transport.state.collectives import refusing_collectives
 from manager.errors import LoaderOrderError, RegistryError
+from manager.state.elastic_sampler import ElasticSampler
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_NO_LOADERS: Final = (nn.Module, Optimizer, LRScheduler, Mapping, Sequence, Set)
+_NO_LOADERS: Final = (nn.Module, Optimizer, LRScheduler, Mapping, Sequence, Set, ElasticSampler)
 _ADVICE: Final = (
     "make `batches = manager.batches(loader)` before the loop, and draw with `next(batches)` after start_step or "
     "start_quorum"
