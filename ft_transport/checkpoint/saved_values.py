@@ -7,9 +7,11 @@ a tuple with a tensor.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from typing import Any, Final
+from collections.abc import Sized
+from typing import Any, Final, TypeVar
 
 from ft_transport.checkpoint.torch_save import saved
+from ft_transport.errors import CheckpointError
 from ft_transport.state.python_values import DEFAULT_FACTORIES, decode_simple, numpy_values
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import (
@@ -36,6 +38,8 @@ from ft_transport.wire.nodes import (
     TensorNode,
     ViewNode,
 )
+
+C = TypeVar("C", bound=Sized)
 
 _OF_TORCH: Final = (ConstantNode, TensorNode, LayoutNode, ViewNode, QuantizedNode, LeafNode, DTensorNode)
 _SEQUENCES: Final = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
@@ -99,7 +103,7 @@ def _decoded(node: Any, manifest: Manifest, data: memoryview) -> Any:
         case NumpyArrayNode():
             return numpy_values(node.dtype, bytes_of(node.index)).reshape(node.shape)
         case SequenceNode():
-            return _SEQUENCES[node.kind](all_of(node.items))
+            return _distinct(_SEQUENCES[node.kind](all_of(node.items)), len(node.items))
         case NamedTupleNode():
             return tuple(all_of(node.items))
         case MappingNode():
@@ -115,4 +119,11 @@ def _decoded(node: Any, manifest: Manifest, data: memoryview) -> Any:
 
 
 def _pairs(items: list[Any]) -> dict[Any, Any]:
-    return dict(zip(items[::2], items[1::2], strict=True))
+    return _distinct(dict(zip(items[::2], items[1::2], strict=True)), len(items) // 2)
+
+
+def _distinct(container: C, num_items: int) -> C:
+    """Refuse a container that has lost items because user-defined keys were replaced by equal ones."""
+    if len(container) != num_items:
+        raise CheckpointError(f"expected {num_items} distinct keys or members, got {len(container)}")
+    return container

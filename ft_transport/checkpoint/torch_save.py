@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from ft_transport.errors import CheckpointError
 from ft_transport.wire.slices import row_major_strides
 
 _MAX_ENVELOPES: Final = 1 << 16
@@ -159,6 +160,9 @@ def _put_name(value: Name, parts: list[bytes], memo: _Memo) -> None:
     if known is not None:
         parts.append(known)
         return
+    if not all(part.isidentifier() for part in (*value.module.split("."), value.name)):
+        # A name from a forged manifest could contain further instructions.
+        raise CheckpointError(f"expected the name of a class or function, got {value.module}.{value.name}"[:200])
     parts.append(f"c{value.module}\n{value.name}\n".encode())
     _remember(value, parts, memo)
 

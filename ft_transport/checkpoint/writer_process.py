@@ -270,7 +270,8 @@ class WriterProcess:
                     [*_COMMAND, str(theirs.fileno())],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
-                    env=child_environment(),
+                    # One thread, if a value makes the writer import torch.
+                    env=child_environment() | {"OMP_NUM_THREADS": "1"},
                     start_new_session=True,
                     umask=self._umask,
                 )

@@ -15,7 +15,8 @@ import pytest
 import torch
 from state_equality import exact, tensor_bytes
 
-from ft_transport.checkpoint.torch_save import envelope_of, saved
+from ft_transport.checkpoint.torch_save import Name, envelope_of, pickled, saved
+from ft_transport.errors import CheckpointError
 from ft_transport.state.tensors import SAFETENSORS_NAMES, name_of
 
 _SHAPES = [(), (1,), (5,), (0,), (3, 0, 2), (2, 3), (1, 1, 1, 1), (7, 1, 3)]
@@ -93,3 +94,11 @@ def test_torch_loads_a_value(value: object) -> None:
 def test_an_envelope_is_made_once() -> None:
     assert envelope_of("float32", (3, 4), 48) is envelope_of("float32", (3, 4), 48)
     assert envelope_of("float32", (4, 3), 48) != envelope_of("float32", (3, 4), 48)
+
+
+def test_a_name_with_further_instructions_is_refused() -> None:
+    """A forged manifest may call a dtype what it likes; DCP unpickles the metadata."""
+    with pytest.raises(CheckpointError, match="expected the name of a class or function"):
+        pickled((Name("torch", "float32\ncos\ngetcwd"),))
+    with pytest.raises(CheckpointError, match="expected the name of a class or function"):
+        envelope_of("float4\ncos\ngetcwd", (1,), 4)
