@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from manager.errors import ConfigError, ManagerError, RegistryError
 from manager.manager import Manager
+from manager.state.data_order import end_workers_of
 from manager.state.elastic_sampler import Draws, ElasticSampler, Place
 from manager.state_manager import StateManager
 
@@ -60,6 +61,7 @@ class ElasticBatches(Generic[T]):
         self._key = (-1, -1)
         self._drawn: dict[int, T] = {}
         sampler.follow(weakref.WeakMethod(manager.current_step))
+        manager._state.registry.loaders.end_with_workers(self.close)
 
     def __len__(self) -> int:
         """Return the number of this replica's microbatches in the present step, after waiting for the quorum."""
@@ -76,7 +78,7 @@ class ElasticBatches(Generic[T]):
         step = self._manager.current_step()
         if sampler.generation != self._key[0]:
             # The loader may have loaded samples in the order of before.
-            self._iterator = None
+            self.close()
         if (sampler.generation, step) != self._key:
             self._key = (sampler.generation, step)
             self._drawn.clear()
@@ -86,6 +88,11 @@ class ElasticBatches(Generic[T]):
                 self._drawn[start] = self._draw(place, step, number, start)
             self._note(is_drawing=number + 1 < len(starts))
             yield self._drawn[start]
+
+    def close(self) -> None:
+        """End the loader's worker processes; a later iteration starts others. ``manager.shutdown`` calls this, too."""
+        iterator, self._iterator = self._iterator, None
+        end_workers_of(iterator)
 
     def _place(self) -> Place:
         """Return this replica's place in the step, and let the manager weight the step's averages."""
@@ -114,7 +121,7 @@ class ElasticBatches(Generic[T]):
                 num_dropped += 1
         except BaseException as error:
             # It is unknown which microbatch this iterator would return next.
-            self._iterator = None
+            self.close()
             if isinstance(error, StopIteration):
                 raise ManagerError("expected a loader whose iterators do not end") from error
             raise

@@ -17,7 +17,7 @@ import logging
 import random
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import FrameType, GeneratorType
 from typing import Any, Final, Generic, TypeVar
@@ -120,6 +120,7 @@ class LoaderOrder:
     def __init__(self) -> None:
         self.may_heal = False
         self._watched: dict[str, _Watched[Any]] = {}
+        self._enders: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def registered(self, key: str, obj: object, *, is_replicated: bool) -> None:
         """Watch a newly registered object if it may be a data loader: an iterable that is no container or module."""
@@ -166,12 +167,20 @@ class LoaderOrder:
             loader.state_dict()  # type: ignore[attr-defined]
         watched.position = _position(loader)
 
+    def end_with_workers(self, end: Callable[[], None]) -> None:
+        """Let `end_workers` call a method, if its object still exists then."""
+        self._enders = [each for each in self._enders if each() is not None] + [weakref.WeakMethod(end)]
+
     def end_workers(self) -> None:
         """End the worker processes of torchdata's loaders, unless an iterator that the loop made may read from them.
 
         The loaders keep their positions. Without this call, the workers run until the garbage collector frees the
         loader, and each delays the collector by 5 s.
         """
+        for ender in self._enders:
+            end = ender()
+            if end is not None:
+                end()
         for watched in self._watched.values():
             loader, iterator = watched.loader, _newest_iterator(watched.loader)
             readers = [each for each in watched.batches() if each.draws_from(iterator)]
@@ -277,7 +286,13 @@ def _loops_over(loader: object) -> Set[object]:
 
 def _end_workers(loader: object, iterator: object) -> None:
     """End an iterator's worker processes, if its loader has replaced the iterator."""
-    if iterator is not _newest_iterator(loader) and hasattr(iterator, "_shutdown_workers"):
+    if iterator is not _newest_iterator(loader):
+        end_workers_of(iterator)
+
+
+def end_workers_of(iterator: object) -> None:
+    """End the worker processes of an iterator of a data loader, if it has any."""
+    if hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -117,19 +116,13 @@ class Faulty(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if self._file.exists():
-            how = self._file.read_text()
             self._file.unlink()
-            if how == "exit":
-                os._exit(1)
             raise OSError("a disk that fails once")
         return _INDICES[index]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a dead worker leaves its sockets
-@pytest.mark.parametrize(("num_workers", "how"), [(0, "raise"), (1, "raise"), (1, "exit")])
-def test_a_batch_that_cannot_be_loaded_shifts_no_other(
-    manager: StateManager, num_workers: int, how: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_batch_that_cannot_be_loaded_shifts_no_other(manager: StateManager, num_workers: int, tmp_path: Path) -> None:
     chosen = sampler()
     manager.register("sampler", chosen)
     file = tmp_path / "fault"
@@ -138,12 +131,12 @@ def test_a_batch_that_cannot_be_loaded_shifts_no_other(
     for step in range(8):
         manager.start_step(step)
         if step in {1, 4}:
-            file.write_text(how)
+            file.touch()
         for _ in range(2):
             try:
                 drawn = [each.tolist() for each in batches]
                 break
-            except (OSError, RuntimeError):
+            except OSError:
                 assert not file.exists()
         assert drawn == expected(step, Place(), chosen)
 
