@@ -83,7 +83,10 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
     found.close()
 
 
-@pytest.mark.parametrize(("layout", "lost"), [("fsdp", "a"), ("fsdp", "b"), ("hsdp", "b"), ("ddp", "a")])
+@pytest.mark.parametrize(
+    ("layout", "lost"),
+    [("fsdp", "a"), pytest.param("fsdp", "b", marks=pytest.mark.slow), ("hsdp", "b"), ("ddp", "a")],
+)
 def test_ranks_resume_exactly_after_the_loss_of_a_host(hosts: Hosts, lost: str, layout: str) -> None:
     hosts.run(TWO_HOSTS, hosts.have_copied, KEEPING_LAYOUT=layout)
     hosts.job.lose(lost)
@@ -95,7 +98,13 @@ def test_ranks_resume_exactly_after_the_loss_of_a_host(hosts: Hosts, lost: str, 
     hosts.job.check()
 
 
-@pytest.mark.parametrize(("lost", "after"), [(None, ("a", "a")), ("b", ("a", "c", "c"))], ids=["2 ranks", "3 ranks"])
+@pytest.mark.parametrize(
+    ("lost", "after"),
+    [
+        pytest.param(None, ("a", "a"), id="2 ranks", marks=pytest.mark.slow),
+        pytest.param("b", ("a", "c", "c"), id="3 ranks"),
+    ],
+)
 def test_another_number_of_ranks_resumes_exactly(hosts: Hosts, after: Sequence[str], lost: str | None) -> None:
     hosts.run(TWO_HOSTS, hosts.are_held_after_copies, KEEPING_IS_WHOLE="1")
     if lost is not None:
@@ -106,7 +115,7 @@ def test_another_number_of_ranks_resumes_exactly(hosts: Hosts, after: Sequence[s
     assert set(hosts.sources()) == {"the keepers of 4 ranks"}
 
 
-@pytest.mark.parametrize("lost", ["a", "c"])
+@pytest.mark.parametrize("lost", [pytest.param("a", marks=pytest.mark.slow), "c"])
 def test_ranks_that_come_back_on_other_hosts_resume_exactly(hosts: Hosts, lost: str) -> None:
     hosts.run("abcd", hosts.have_copied)
     hosts.job.lose(lost)
