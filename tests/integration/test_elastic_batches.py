@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from quorum_threads import Trainer, lighthouse, run_replicas
+from quorum_threads import Trainer, lighthouse, new_store, run_replicas
 from torch import nn
+from torch.distributed import TCPStore
 from torch.utils.data import DataLoader, Dataset
 
 from manager import (
@@ -183,8 +185,9 @@ class Replica(Trainer):
     def __init__(
         self, address: str, name: str, num_microbatches: int, *, chosen: ElasticSampler | None = None, **keywords: Any
     ) -> None:
-        torch.manual_seed(1)
         model = nn.Linear(1, 1).double()
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.5)
         super().__init__(address, name, model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), **keywords)
         self.sampler = chosen if chosen is not None else sampler(num_microbatches)
         self.manager.register("sampler", self.sampler)
@@ -262,6 +265,48 @@ def test_a_run_with_failures_trains_the_batches_of_a_run_without(num_microbatche
             index for each in range(num_microbatches) for index in a.sampler.samples(2 * (start + each))
         ]
         assert sorted(seen[step]) == sorted(expected_samples), step
+
+
+@pytest.mark.usefixtures("quorum_ready")
+def test_the_ranks_of_each_replica_draw_different_microbatches() -> None:
+    """Three rounds of two microbatches: one replica has two rounds, and the other one has one."""
+    num_steps, num_ranks, num_microbatches = 6, 2, 6
+
+    def run(address: str, name: str, rank: int, store: TCPStore, num_replicas: int) -> list[tuple[list[int], float]]:
+        chosen = sampler(num_microbatches, rank=rank, num_ranks=num_ranks)
+        replica = Replica(address, name, num_microbatches, chosen=chosen, store=store, rank=rank)
+        found = []
+        try:
+            while replica.manager.current_step() < num_steps:
+                # The first steps may have one replica.
+                if replica.step():
+                    assert replica.manager.num_participants() <= num_replicas
+                    found.append((replica.seen, weights_of(replica)[0]))
+        finally:
+            replica.manager.shutdown()
+        return found
+
+    runs = {}
+    for names in ("a", "bc"):
+        stores = {name: new_store() for name in names}
+        with lighthouse(min_replicas=len(names)) as address:
+            runs[names] = run_replicas(
+                *(
+                    partial(run, address, name, rank, stores[name], len(names))
+                    for name in names
+                    for rank in range(num_ranks)
+                )
+            )
+    for step in range(num_steps):
+        alone = [run[step] for run in runs["a"]]
+        both = [run[step] for run in runs["bc"]]
+        for rank in range(num_ranks):
+            parts = [both[rank], both[num_ranks + rank]]
+            assert sorted(index for samples, _ in parts for index in samples) == sorted(alone[rank][0])
+            assert [weight for _, weight in parts] == pytest.approx([alone[rank][1]] * 2, rel=1e-12)
+        drawn = sorted(index for samples, _ in both for index in samples)
+        whole = sampler(num_microbatches)
+        assert drawn == sorted(index for start in whole.starts(step, Place()) for index in whole.samples(start))
 
 
 @pytest.mark.usefixtures("quorum_ready")
