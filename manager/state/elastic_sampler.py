@@ -153,6 +153,9 @@ class ElasticSampler(Sampler[list[int]]):
 
     def samples(self, start: int) -> list[int]:
         """Return the indices of the samples of the microbatch that begins at a position."""
+        if not self._shuffle:
+            # Without a list of all samples: a stream may have any number.
+            return [position % self.num_samples for position in range(start, start + self.batch_size)]
         found: list[int] = []
         while len(found) < self.batch_size:
             epoch, place = divmod(start + len(found), self.num_samples)
@@ -220,8 +223,6 @@ class ElasticSampler(Sampler[list[int]]):
         return order
 
     def _make_order(self, epoch: int) -> torch.Tensor:
-        if not self._shuffle:
-            return torch.arange(self.num_samples)
         digest = hashlib.blake2b(f"{self._seed} {epoch}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         return torch.randperm(self.num_samples, generator=generator)

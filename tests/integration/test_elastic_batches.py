@@ -406,3 +406,17 @@ def test_microbatches_are_asked_for_once_and_in_time() -> None:
         with pytest.raises(ManagerError, match="before the first allreduce"):
             manager.num_microbatches(6)
         manager.shutdown()
+
+
+def test_batches_by_number_are_divided_like_samples(manager: StateManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream(Dataset[torch.Tensor]):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.full((3,), index)
+
+    chosen = ElasticSampler(1 << 60, batch_size=1, num_microbatches=4, shuffle=False)
+    manager.register("sampler", chosen)
+    loader = DataLoader(Stream(), batch_sampler=chosen, collate_fn=lambda batches: batches[0])
+    batches = ElasticBatches(manager, loader)
+    monkeypatch.setattr(batches, "_place", lambda: Place(1, 3))
+    manager.start_step(7)
+    assert [each.tolist() for each in batches] == [[29, 29, 29]]

@@ -84,6 +84,8 @@ def test_orders_depend_on_seed_and_epoch() -> None:
     assert all(sorted(order) == list(range(50)) for order in orders)
     in_order = ElasticSampler(5, batch_size=5, num_microbatches=1, shuffle=False)
     assert in_order.samples(5) == [0, 1, 2, 3, 4]
+    stream = ElasticSampler(1 << 60, batch_size=2, num_microbatches=1, shuffle=False)
+    assert stream.samples(1 << 50) == [1 << 50, (1 << 50) + 1]
 
 
 def test_a_run_with_other_steps_continues_at_the_same_sample() -> None:
