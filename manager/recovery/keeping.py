@@ -182,7 +182,7 @@ class Keeping(StateObserver):
             with suppress(FutureTimeoutError):
                 self._reporting.exception(timeout.total_seconds())
 
-    def resume(self, ranks: Agreement, *, newer_than: int) -> Recovery | None:
+    def resume(self, ranks: Agreement, *, at_least: int) -> Recovery | None:
         """Load the newest kept step of all ranks; see `KeptResume.resume`."""
         self._opened()
         self._stop()
@@ -192,7 +192,7 @@ class Keeping(StateObserver):
             # Now all ranks have taken over the states of their own predecessors.
             ranks.run("find kept states", lambda: None)
             self.kept.adopt(self._addresses)
-        recovery = self._resume.resume(ranks, newer_than=newer_than)
+        recovery = self._resume.resume(ranks, at_least=at_least)
         if recovery is not None:
             assert self._resume.resumed is not None, "it was loaded"
             self._newest = recovery.step

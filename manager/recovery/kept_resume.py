@@ -86,25 +86,25 @@ class KeptResume:
         self.has_failed = False
         self.resumed: KeptPart | None = None
 
-    def resume(self, ranks: Agreement, *, newer_than: int) -> Recovery | None:
+    def resume(self, ranks: Agreement, *, at_least: int) -> Recovery | None:
         """Load the newest step of which all parts exist. If it cannot be loaded, load the one before it.
 
         Args:
             ranks: All ranks of the replica.
-            newer_than: A durable checkpoint has this step; older kept steps are not loaded. -1 without a checkpoint.
+            at_least: A durable checkpoint has this step; older kept steps are not loaded. 0 without a checkpoint.
 
         Returns:
-            The result on this rank; ``None`` if no newer step could be loaded on all ranks. If a load failed halfway,
+            The result on this rank; ``None`` if no such step could be loaded on all ranks. If a load failed halfway,
             the state is partial then.
         """
         named = ranks.values_of_all(
-            "name the kept states", lambda: (newer_than, list(self._kept.parts())), _parts_decoder
+            "name the kept states", lambda: (at_least, list(self._kept.parts())), _parts_decoder
         )
-        newer_than = named[0][0]
+        at_least = named[0][0]
         held = [parts for _, parts in named]
         loadable, missing = loadable_steps(held, ranks.size)
         for first in loadable:
-            if first.step <= newer_than:
+            if first.step < at_least:
                 break
             recovery = self._load_step(ranks, first, held)
             if recovery is not None:
@@ -113,7 +113,7 @@ class KeptResume:
                 logger.info("resumed step %d from %s; the ranks had kept %s", first.step, recovery.source, _shown(held))
                 return recovery
         for each in missing:
-            if each.step > newer_than:
+            if each.step > at_least:
                 logger.warning("kept states of step %d are not used: those of ranks %s are lost", each.step, each.ranks)
         return None
 

@@ -243,14 +243,14 @@ class Replica:
             return self.required_checkpoints().resume(keys)
         ranks = keeping.agreement()
         newest = checkpoints.store.latest() if checkpoints is not None else None
-        resumed = keeping.resume(ranks, newer_than=newest if newest is not None else -1)
+        resumed = keeping.resume(ranks, at_least=newest if newest is not None else 0)
         if resumed is None and checkpoints is not None:
             try:
                 resumed = checkpoints.resume(keys)
             except (ManagerError, TransportError) as error:
                 # A rank whose own load failed raises another error than the other ranks.
                 logger.warning("no checkpoint could be loaded; looking for an older kept state: %s", error)
-                resumed = keeping.resume(ranks, newer_than=-1)
+                resumed = keeping.resume(ranks, at_least=0)
                 if resumed is None:
                     raise
         if resumed is None and keeping.has_failed:

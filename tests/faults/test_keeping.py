@@ -157,7 +157,13 @@ def test_the_newer_of_a_kept_state_and_a_checkpoint_is_loaded(kept: Kept, tmp_pa
     assert "store" in source
     digest = successor.ask("train(1)")
     successor.kill()
-    assert kept.start(16, 2, **store).ask("resume()") == (4, 4, HERE, digest)
+    other = kept.start(16, 2, **store)
+    assert other.ask("resume()") == (4, 4, HERE, digest)
+    # The keeper is faster than a disk, and has this replica's local state.
+    other.ask("train(2)")
+    other.run("manager.save(wait=True)")
+    other.kill()
+    assert kept.start(16, 2, **store).ask("resume()")[2] == HERE
 
 
 def test_a_checkpoint_is_loaded_where_all_kept_states_are_damaged(kept: Kept, tmp_path: Path) -> None:
