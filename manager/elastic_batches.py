@@ -113,6 +113,9 @@ class ElasticBatches(Generic[T]):
                 self._iterator = self._sampler.iterate(self._loader, self._draws)
             elif start not in self._draws.issued:
                 self._draws.aim(place, step, number)
+            elif self._draws.place != place:
+                # Microbatches that it has begun to load may be of use; the next ones are for the new place.
+                self._sampler.aim_beyond(self._draws, place, step, number)
             num_dropped = 0
             while True:
                 batch = next(self._iterator)

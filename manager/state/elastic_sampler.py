@@ -143,6 +143,20 @@ class ElasticSampler(Sampler[list[int]]):
         """Let the state contain the position of the present step, which a manager's method returns."""
         self._current_step = current_step
 
+    def aim_beyond(self, draws: Draws, place: Place, step: int, number: int) -> None:
+        """Let an iterator continue with the first microbatch of a place that lies beyond those that it has issued.
+
+        Args:
+            draws: The iterator's microbatches.
+            place: A place with a microbatch in each step.
+            step: A step.
+            number: Number of a microbatch of the place in the step; earlier ones are not needed.
+        """
+        newest = max(draws.issued)
+        draws.aim(place, step, number)
+        while self.starts(draws.step, place)[draws.number] <= newest:
+            self._advance(draws)
+
     def starts(self, step: int, place: Place) -> list[int]:
         """Return this rank's microbatches of a step, each by the position of its first sample in all epochs."""
         if place.replica is None:
@@ -202,13 +216,16 @@ class ElasticSampler(Sampler[list[int]]):
         while True:
             starts = self.starts(draws.step, draws.place)
             start = starts[draws.number]
-            if draws.number + 1 < len(starts):
-                draws.number += 1
-            else:
-                draws.aim(draws.place, draws.step + 1, 0)
+            self._advance(draws)
             samples = self.samples(start)
             draws.issued.append(start)
             yield samples
+
+    def _advance(self, draws: Draws) -> None:
+        if draws.number + 1 < len(self.starts(draws.step, draws.place)):
+            draws.number += 1
+        else:
+            draws.aim(draws.place, draws.step + 1, 0)
 
     def _position_of(self, step: int) -> int:
         base_step, position = self._base

@@ -68,6 +68,26 @@ def test_a_change_of_place_drops_what_was_prefetched_for_another(
     assert (chosen.num_dropped > 0) == (num_workers > 0)
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_after_a_replica_joins_nothing_is_loaded_for_it(
+    manager: StateManager, num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = sampler()
+    manager.register("sampler", chosen)
+    batches = ElasticBatches(manager, loader_of(chosen, num_workers))
+    dropped = []
+    for step in range(12):
+        place = Place(0, 1) if step < 3 else Place(0, 2) if step < 8 else Place(1, 3)
+        monkeypatch.setattr(batches, "_place", lambda place=place: place)
+        manager.start_step(step)
+        assert [batch.tolist() for batch in batches] == expected(step, place, chosen)
+        dropped.append(chosen.num_dropped)
+    window = 2 * num_workers  # the prefetch factor of a DataLoader is 2
+    assert dropped[2] == 0
+    assert 0 < dropped[5] == dropped[7] <= window
+    assert dropped[10] == dropped[11] <= 2 * window
+
+
 def test_a_repeated_step_has_the_same_batches_and_drops_nothing(
     manager: StateManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
