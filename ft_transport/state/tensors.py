@@ -48,9 +48,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def torch_name_of(safetensors_name: str) -> str:
-    """Return torch's name of a safetensors dtype; the safetensors name if this torch lacks the dtype."""
-    dtype = DTYPES_BY_SAFETENSORS_NAME.get(safetensors_name)
-    return name_of(dtype) if dtype is not None else safetensors_name
+    """Return torch's name of a safetensors dtype; the safetensors name of a dtype that no torch has."""
+    return manifest.TORCH_NAMES.get(safetensors_name, safetensors_name)
 
 
 def carrier_of(dtype: torch.dtype) -> torch.dtype:

@@ -64,6 +64,7 @@ SAFETENSORS_FILE_NAMES: Final = SAFETENSORS_NAMES | {
 """The torch dtypes that safetensors 0.8 has names for. Shapes in its files count ``F4`` in half bytes."""
 
 TORCH_NAMES: Final = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+"""torch's name of each dtype in `SAFETENSORS_NAMES`."""
 
 _PREFIX: Final = "ft_transport."
 _RESERVED_NAME: Final = "__metadata__"

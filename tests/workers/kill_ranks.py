@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -209,14 +210,13 @@ def run_under_torchrun(num_ranks: int, num_kills: int, keep_every: int, seed: in
             for _ in range(num_kills):
                 if chosen.random() > _SHARE_OF_EARLY_KILLS:
                     job.wait()
-                while len(ranks := _children_of(launcher.pid)) < num_ranks:
-                    time.sleep(0.01)
+                _wait_until("torchrun starts the ranks", lambda: len(_children_of(launcher.pid)) >= num_ranks)
+                ranks = _children_of(launcher.pid)
                 time.sleep(chosen.uniform(0, within_s))
                 job.host_of |= dict.fromkeys(ranks, ".")
                 for rank in chosen.choice([ranks, ranks[:1], ranks[1:]]):
                     os.kill(rank, signal.SIGKILL)
-                while set(ranks) & set(_children_of(launcher.pid)):
-                    time.sleep(0.01)
+                _wait_until("torchrun ends the ranks", lambda ended=ranks: not {*ended} & {*_children_of(launcher.pid)})
                 job.num_notes = [len(job.notes(rank)) for rank in range(num_ranks)]
             job.wait()
             job.check()
@@ -230,6 +230,13 @@ def run_under_torchrun(num_ranks: int, num_kills: int, keep_every: int, seed: in
             launcher.terminate()
             launcher.wait()
             job.close()
+
+
+def _wait_until(what: str, condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"expected within {LONG_S} s: {what}"
+        time.sleep(0.01)
 
 
 def _children_of(pid: int) -> list[int]:

@@ -47,6 +47,7 @@ class Rank:
             self._wanted.unlink()
             threading.Timer(delay_s, self._signal, [moment]).start()
             if not delay_s:
+                # The thread of the timer sends the signal while this rank is still in this moment.
                 time.sleep(_SOON_S)
 
     def _signal(self, moment: str) -> None:

@@ -27,7 +27,7 @@ LONG_S = 120.0
 
 @dataclass
 class Run:
-    """What the replicas of a run noted."""
+    """The notes of all replicas of a run."""
 
     samples: dict[int, list[int]] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
