@@ -69,7 +69,8 @@ _TOLERATED_FILES = (sys.prefix, sys.base_prefix, "/usr/", "/dev/urandom", "/dev/
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addini("leak_grace_s", "seconds for which leftovers of a test may still go away", default="10")
+    # gloo waits five times the timeout for a member that has left while they connected.
+    parser.addini("leak_grace_s", "seconds for which leftovers of a test may still go away", default="30")
     parser.addoption("--marked", metavar="NAME", help="read no file of tests that does not mention this mark: for -m")
 
 

@@ -56,15 +56,22 @@ def digest_of(model: nn.Module, optimizer: torch.optim.Optimizer, counter: Count
     return digest.hexdigest()
 
 
-def spoil_copies(manager: Manager) -> bool:
-    """Flip a bit in each newest copy of another rank's state, if there are copies of two steps."""
+def spoil_copies(manager: Manager, step: int) -> bool:
+    """Wait for the copies of other ranks' states at a step, beside older ones; flip a bit in each.
+
+    Return whether they have come.
+    """
     kept = manager._replica.keeping.kept
-    copies = [each for each in kept._kept if each.about.part.rank != kept._rank]
-    steps = sorted({each.about.part.step for each in copies})
-    for each in copies:
-        if len(steps) == 2 and each.about.part.step == steps[-1]:
-            each.close.args[0].view[4000] ^= 1
-    return len(steps) == 2
+    deadline_s = time.monotonic() + 5
+    while time.monotonic() < deadline_s:
+        copies = [each for each in kept._kept if each.about.part.rank != kept._rank]
+        if {each.about.part.step for each in copies} > {step}:
+            for each in copies:
+                if each.about.part.step == step:
+                    each.close.args[0].view[4000] ^= 1
+            return True
+        time.sleep(0.01)
+    return False
 
 
 def main() -> None:
@@ -108,9 +115,10 @@ def main() -> None:
         notes.write(f"resumed {step} {time.monotonic() - began_s:.3f} {source}\n")
         while step < num_steps:
             manager.start_step(step)
-            if spoil.exists() and spoil_copies(manager):
-                stuck.touch()
-                spoil.unlink()
+            # The other ranks come as far as the next step, which is not kept.
+            if spoil.exists() and step % keep_every == 0 and spoil_copies(manager, step):
+                spoil.write_text(str(step))
+                spoil.replace(stuck)
             notes.write(f"{step} {digest_of(model, optimizer, counter)}\n")
             torch.manual_seed(step * world_size + rank)
             model(torch.randn(8, WIDTH)).square().mean().backward()
