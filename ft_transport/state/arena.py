@@ -142,11 +142,15 @@ class ArenaPool:
         self._prepared_bytes = 0
         self._closed = False
 
-    def prefault(self, data_bytes: int) -> None:
+    def prefault(self, data_bytes: int, *, is_urgent: bool = False) -> None:
         """Start to make ``max_arenas`` arenas for ``data_bytes`` each, on a background thread. Returns at once.
 
         Does nothing while the thread of an earlier call is running. Makes an arena only if at least twice
         ``data_bytes`` of memory is free. A failure is logged, and `take` tries again.
+
+        Args:
+            data_bytes: Size of each arena.
+            is_urgent: Whether the thread makes no pauses, although that slows training down.
 
         Raises:
             SnapshotError: The system refuses another thread.
@@ -155,7 +159,7 @@ class ArenaPool:
             if self._closed or self._preparing is not None or not self._is_one_missing(data_bytes):
                 return
             preparing = SafeThread(target=self._prepare, args=(data_bytes,), name="ft-transport-arena", daemon=True)
-            self._preparing, self._prepared_bytes = preparing, data_bytes
+            self._preparing, self._prepared_bytes, self._is_urgent = preparing, data_bytes, is_urgent
             try:
                 preparing.start()
             except BaseException as error:
@@ -173,12 +177,6 @@ class ArenaPool:
         with self._changed:
             is_one_free = any(arena.capacity_bytes >= self._prepared_bytes for arena in self._free)
             return self._preparing is not None and not is_one_free
-
-    def hurry(self) -> None:
-        """Let the background thread finish the arenas that it is making without pauses."""
-        with self._changed:
-            self._is_urgent = self._preparing is not None
-            self._changed.notify_all()
 
     def num_taken(self) -> int:
         """Return the number of arenas in use, including those that `take` is making."""
@@ -290,7 +288,7 @@ class ArenaPool:
                 logger.warning("no memory could be prefaulted for snapshots of %d bytes: %s", data_bytes, error)
         finally:
             with self._changed:
-                self._preparing, self._is_urgent = None, False
+                self._preparing = None
                 self._changed.notify_all()
 
     def _make(

@@ -54,26 +54,26 @@ class Stager:
         """The bytes and seconds of all copies, as metrics."""
         return self._resources.costs
 
-    def prefault(self, state: object) -> None:
+    def prefault(self, state: object, *, is_urgent: bool = False) -> None:
         """Start to make memory for snapshots of ``state`` resident, in the background. Copies nothing.
 
         Called on the thread that owns the state.
+
+        Args:
+            state: The state.
+            is_urgent: See `ArenaPool.prefault`.
 
         Raises:
             SnapshotError: The state cannot be captured.
         """
         with collector_paused():
             flat = flatten(state)
-        self._pool.prefault(data_bytes_of(flat))
+        self._pool.prefault(data_bytes_of(flat), is_urgent=is_urgent)
 
     @property
     def must_wait(self) -> bool:
         """Whether `begin` would wait for memory that `prefault` is making resident."""
         return self._pool.must_wait
-
-    def hurry(self) -> None:
-        """Make memory resident without pauses, because it is needed now."""
-        self._pool.hurry()
 
     def begin(self, wanted: Taking | HeldState, *, share: bool = False, digester: Digester = PLAIN) -> PendingSnapshot:
         """Begin a snapshot.

@@ -256,21 +256,17 @@ class KeptSnapshots:
         return KeptInProgress(self, self._stager.begin(taking, digester=digester))
 
     def prefault(self, state: object) -> None:
-        """Start to make memory resident for the snapshots of ``state``, in the background.
+        """Start to make memory resident for the snapshots of ``state``, in the background, without pauses.
 
         Raises:
             SnapshotError: The state cannot be captured.
         """
-        self._stager.prefault(state)
+        self._stager.prefault(state, is_urgent=True)
 
     @property
     def must_wait(self) -> bool:
         """Whether a snapshot would wait for memory that is still being made resident."""
         return self._stager.must_wait
-
-    def hurry(self) -> None:
-        """Make memory resident without pauses, because a snapshot was due."""
-        self._stager.hurry()
 
     def add(self, pending: PendingSnapshot) -> None:
         """Complete a snapshot, and let the keeper hold it.

@@ -123,9 +123,7 @@ class Keeping(StateObserver):
             self._drop_other_history(step)
         if step == 0:
             return  # Most optimizers have no states yet.
-        if not self._is_prefaulted:
-            self._is_prefaulted = True
-            self._prefault()
+        self._prefault()
         if step % self._every or step == self._newest:
             return
         self._measure_interval(step)
@@ -134,7 +132,6 @@ class Keeping(StateObserver):
             self._stop()
         if not self._is_ready():
             # Training does not wait for memory, for the last snapshot, or for other ranks.
-            self.kept.hurry()
             self.counts.add("kept_snapshots_failed_total", "Unfinished")
             self._decline(step)
             return
@@ -203,6 +200,7 @@ class Keeping(StateObserver):
             if self._partners is not None and part.num_ranks == self._opened().size:
                 # A host that was lost held copies as well.
                 self._submit_report(part, None, 0.0)
+            self._prefault()
         return recovery
 
     def status(self) -> KeptStatus:
@@ -288,6 +286,10 @@ class Keeping(StateObserver):
             self._job = self._pool.submit(self._settle)
 
     def _prefault(self) -> None:
+        """Make memory for the snapshots resident. Until that is done, a death loses all steps since the last start."""
+        if self._is_prefaulted:
+            return
+        self._is_prefaulted = True
         self._job = self._pool.submit(self._prepare)
         try:
             with self._state.lock.read("size of kept snapshots", BOUNDARY_TIMEOUT):

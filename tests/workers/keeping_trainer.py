@@ -78,10 +78,8 @@ def train(num_steps: int) -> str:
 
 def keep(step: int) -> None:
     """Begin a step, and wait until its snapshot is with the keeper."""
-    if not keeping()._is_prefaulted:
-        # Another manager of this loop would have made its memory resident some steps earlier.
-        keeping()._is_prefaulted = True
-        keeping()._prefault()
+    # Another manager of this loop would have made its memory resident some steps earlier.
+    keeping()._prefault()
     while keeping().kept._stager._pool._preparing is not None:
         time.sleep(0.001)
     keeping()._job.result(20)
