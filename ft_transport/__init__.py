@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from ft_transport.state.comparison import state_digest as state_digest
     from ft_transport.state.encodings import register_encoding as register_encoding
     from ft_transport.state.flatten import check_encodable as check_encodable
+    from ft_transport.transfer.known import AllBut as AllBut
     from ft_transport.transfer.known import PartialState as PartialState
     from ft_transport.transfer.known import Received as Received
     from ft_transport.transport import HTTPTransport as HTTPTransport

@@ -262,6 +262,7 @@ class HTTPTransport(Generic[T]):
                   changed here since (`Received.but_for`), and the chunks whose digests at the source have changed. It
                   does not digest ``into``, so the result is unverified. The caller must compare the result
                   (`Received.differences`), and fetch the whole state if there is a difference.
+                - An `AllBut`: The tensors that it leaves out stay as they are.
             max_bytes_per_s: Maximum rate of the fetch, in bytes per second, so that it hardly disturbs the peer.
 
         Raises:

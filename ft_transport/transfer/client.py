@@ -231,7 +231,8 @@ class StateClient(Generic[T]):
             phase("transfer")
             # Fetch first, and request digests later, because the source may still be computing them.
             fetch_ranges(Source(agreed.connection.peer, plan.manifest), plan.ranges, restore, settings)
-            plan = part.plan_rest(plan, settings)
+            if plan.is_whole:
+                plan = part.plan_rest(plan, settings)
         receivers = None
         can_relay = not plan.ranges and (plan.ranges is None or restore.is_all_here)
         try:
@@ -246,7 +247,7 @@ class StateClient(Generic[T]):
             )
             phase("verify")
             manifest = plan.manifest
-            if manifest.digests is None:
+            if manifest.digests is None and plan.is_whole:
                 manifest = agreed.manifest_with_digests(settings)
                 if settings.verify and not request.is_comparable:
                     damaged = find_damaged(manifest, restore.present)

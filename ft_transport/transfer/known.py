@@ -9,7 +9,7 @@ from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
 
 import torch
 
-from ft_transport.errors import ConfigurationError
+from ft_transport.errors import ConfigurationError, RestoreError
 from ft_transport.http.client.fetch_settings import FetchSettings
 from ft_transport.http.client.manifests import find_damaged
 from ft_transport.settings import default_num_threads
@@ -117,6 +117,42 @@ class Received(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AllBut:
+    """Makes a fetch leave out some tensors, which the receiver gets in another way: they stay as they are.
+
+    A left out tensor that the receiver lacks has any values in the fetched state. The fetched data is verified, but
+    `Received.differences` cannot be called.
+
+    Attributes:
+        is_left_out: Function that returns whether to leave out a tensor. Its arguments are the tensor's name in the
+            snapshot, which is its path joined by dots, and the receiver's tensors that would receive it.
+        max_bytes: Largest number of bytes to fetch.
+    """
+
+    is_left_out: Callable[[str, Sequence[torch.Tensor]], bool]
+    max_bytes: int
+
+    def ranges(self, manifest: Manifest, restore: Restore) -> list[Range]:
+        """Return the byte ranges of the tensors that are not left out.
+
+        Raises:
+            RestoreError: These tensors have more than ``max_bytes``.
+        """
+        ranges = _merged(
+            (entry.start, entry.end)
+            for index, entry in enumerate(manifest.tensors)
+            if entry.end > entry.start and not self.is_left_out(entry.name, restore.tensors_for(index))
+        )
+        num_bytes = sum(end - start for start, end in ranges)
+        if num_bytes > self.max_bytes:
+            raise RestoreError(
+                f"expected at most {self.max_bytes} bytes besides the tensors that are left out, got {num_bytes}",
+                step=manifest.step,
+            )
+        return ranges
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The plan of a fetch: the data to request, from which sources, into which memory.
 
@@ -126,6 +162,7 @@ class Plan:
         manifest: Manifest of the state, with digests if the plan needed them.
         chunks: The missing chunks, ascending.
         ranges: Byte ranges to fetch before the chunks; ``None`` if no earlier fetch determines such ranges.
+        is_whole: Whether the receiver has the whole state after the fetch.
     """
 
     agreed: AgreedSources
@@ -133,6 +170,7 @@ class Plan:
     manifest: Manifest
     chunks: Sequence[int]
     ranges: Sequence[Range] | None = None
+    is_whole: bool = True
 
     @property
     def num_bytes(self) -> int:
@@ -158,10 +196,11 @@ class PartialState:
         ConfigurationError: ``known`` has another type or value.
     """
 
-    def __init__(self, known: Received[Any] | Literal["into"] | None = None) -> None:
-        if not (known is None or known == "into" or isinstance(known, Received)):
+    def __init__(self, known: Received[Any] | AllBut | Literal["into"] | None = None) -> None:
+        if not (known is None or known == "into" or isinstance(known, (Received, AllBut))):
             raise ConfigurationError(
-                f'expected a Received, a PartialState, "into" or None as known, got {type(known).__name__} {known!r}'
+                'expected a Received, an AllBut, a PartialState, "into" or None as known, got '
+                f"{type(known).__name__} {known!r}"
             )
         self._known = known
         self._chunks = ChunkTable(data_bytes=0, chunk_bytes=1)
@@ -199,13 +238,16 @@ class PartialState:
         manifest, known = agreed.manifest, self._known
         every = range(manifest.chunks.num_chunks)
         present: Sequence[int] = self._move_to(manifest, restore)
+        if isinstance(known, AllBut):
+            ranges = known.ranges(manifest, restore)
+            return Plan(agreed=agreed, restore=restore, manifest=manifest, chunks=(), ranges=ranges, is_whole=False)
         # If a failed attempt has overwritten a part of ``known``, the digests show which chunks are still right.
         if known == "into" or (known is not None and self._was_touched and not present):
             present = every
         elif isinstance(known, Received) and not present:
-            ranges = known.changed_ranges(manifest, restore)
-            if ranges is not None:
-                return Plan(agreed=agreed, restore=restore, manifest=manifest, chunks=(), ranges=ranges)
+            changed = known.changed_ranges(manifest, restore)
+            if changed is not None:
+                return Plan(agreed=agreed, restore=restore, manifest=manifest, chunks=(), ranges=changed)
         missing: Sequence[int] = every
         if present:
             manifest = agreed.manifest_with_digests(settings)
@@ -290,7 +332,7 @@ class PartialState:
         self._has_landed = has_landed
 
 
-Known: TypeAlias = Received[Any] | PartialState | Literal["into"] | None
+Known: TypeAlias = Received[Any] | PartialState | AllBut | Literal["into"] | None
 """Data that a fetch need not request: from an earlier fetch, from failed fetches, or in the tensors of ``into``."""
 
 
