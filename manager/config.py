@@ -146,6 +146,8 @@ class ManagerConfig:
             majority, all replicas raise `StatesDivergedError`.
         verify_heal: Whether a replica compares every bit of a loaded state with the source's state after it has
             healed.
+        replay_bytes: Largest size, in bytes, of the gradients that a newcomer records while it receives the state and
+            the others train; ``None`` to let all replicas wait until the newcomer has the state.
     """
 
     min_replica_size: int = 1
@@ -168,6 +170,7 @@ class ManagerConfig:
     quorum_retries: NotNegative = 0
     verify_heal: bool = True
     compare_every: int | None = None
+    replay_bytes: NotNegative | None = None
 
     def __post_init__(self) -> None:
         # Accept a member of torchft's own enumeration with the same name.

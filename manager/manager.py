@@ -139,7 +139,8 @@ class Manager(StateManager):
             state_dict,
             checkpoint_transport=checkpoint_transport,
             timeout=config.timeout,
-            prefault=prefault,
+            # A newcomer that follows is served from a copy.
+            prefault=prefault or config.replay_bytes is not None,
             checkpoint_store=checkpoint_store,
             save_every=save_every,
             keep_every=keep_every,

@@ -233,6 +233,10 @@ class Recording:
         if ref is not None and ref() is self:
             _open.set(None)
 
+    def enter(self) -> None:
+        """Attach this recording to the calling thread, so that the thread's next recording becomes a part of it."""
+        _open.set(weakref.ref(self))
+
     def transfer(self, transfer: Transfer) -> None:
         """Add a transfer from or to one peer. Transfers with the same peer and role are summed."""
         whole = self._whole or self

@@ -19,9 +19,11 @@ from enum import Enum
 from typing import Final, TypeAlias
 
 from manager.errors import HyperparametersDivergedError, QuorumError, StatesDivergedError
+from manager.quorum.followers import Followers, sources_of
 from manager.quorum.reports import (
     NO_WHOLE_STATE,
     Divergence,
+    Following,
     Member,
     digest_of,
     find_divergence,
@@ -53,10 +55,13 @@ class UpToDate:
     Attributes:
         serves_now: The ids of replicas that heal from this replica at this step boundary.
         serves_next: The ids of replicas that heal from this replica at the next step boundary.
+        may_lend: Whether the snapshot for them may be the memory itself. If one of them begins to follow, it reads for
+            several steps.
     """
 
     serves_now: tuple[str, ...]
     serves_next: tuple[str, ...]
+    may_lend: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +72,17 @@ class Heals:
         sources: The replicas that can serve the state, in the order in which this replica tries them. Each healing
             replica has another order, to spread the load.
         receivers: All replicas that heal now, including this one. They relay received bytes to each other.
+        is_following: Whether this replica receives only what no optimizer computes, and no replica waits for the rest.
     """
 
     sources: tuple[Member, ...]
     receivers: tuple[Member, ...] = ()
+    is_following: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Follows:
+    """The role of a replica that takes part in the step without contributing; see `Following`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +112,7 @@ class DoesNotFit:
     parts: tuple[str, ...]
 
 
-Role: TypeAlias = UpToDate | Heals | StandsBy | DoesNotFit
+Role: TypeAlias = UpToDate | Heals | Follows | StandsBy | DoesNotFit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +133,7 @@ class Decision:
         role: The task of the replica before it trains.
         divergence: The difference that a comparison of the members' states found; ``None`` if it found none.
         unfit: The ids of replicas whose role is `DoesNotFit`.
+        compares_next: Whether all replicas compare their states at the next step boundary, for one that follows.
     """
 
     step: int
@@ -135,6 +148,7 @@ class Decision:
     role: Role
     divergence: Divergence | None = None
     unfit: tuple[str, ...] = ()
+    compares_next: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +196,14 @@ def decide(
     """
     ordered = sorted(members, key=lambda member: member.replica_id)
     _check(ordered, own_id)
-    divergence = _find_divergence(ordered)
+    # The state of a replica that follows has not been compared yet.
+    voters = [member for member in ordered if member.following <= Following.WOULD]
+    if all(member.step == NO_WHOLE_STATE for member in voters):
+        raise QuorumError(
+            f"expected a replica with a whole state, but none of {[each.replica_id for each in ordered]} has one; load "
+            "a durable checkpoint"
+        )
+    divergence = _find_divergence(voters)
     if divergence is not None and not divergence.majority:
         is_of_hyperparameters = divergence.compared == "hyperparameters"
         kind = HyperparametersDivergedError if is_of_hyperparameters else StatesDivergedError
@@ -192,22 +213,24 @@ def decide(
             store_address=next(each.store_address for each in ordered if each.replica_id in divergence.replicas),
             tensors=(_AVERAGED,) if divergence.compared == "reductions" else (),
         )
-    sound = [member for member in ordered if divergence is None or member.replica_id not in divergence.replicas]
+    sound = [member for member in voters if divergence is None or member.replica_id not in divergence.replicas]
     lineage, holders, unfit = _choose_fitting_state(sound, ordered, rules)
+    followers = Followers.of(ordered, holders, unfit, min_replica_size=rules.min_replica_size)
+    holders = [member for member in ordered if member in holders or member.replica_id in followers.verified]
     holding = {member.replica_id for member in holders}
     sources = {
-        member.replica_id: () if member.replica_id in unfit else _sources(member, holders)
+        member.replica_id: () if member.replica_id in unfit else sources_of(member, holders)
         for member in ordered
-        if member.replica_id not in holding
+        if member.replica_id not in holding and member.replica_id not in followers.recording
     }
     healing = [replica_id for replica_id, found in sources.items() if found]
     standing_by = [replica_id for replica_id, found in sources.items() if not found]
     joined = [member for member in ordered if member.replica_id not in standing_by]
     names = tuple(member.replica_id for member in joined)
     rank = names.index(own_id) if own_id in names else None
-    num_participants = len(joined)
+    participants = [name for name in names if name not in followers.passive]
     if rules.world_size_mode is WorldSizeMode.FIXED_WITH_SPARES:
-        num_participants = min(num_participants, rules.min_replica_size)
+        participants = participants[: rules.min_replica_size]
     role: Role
     if own_id in holding:
         waiting = tuple(
@@ -215,13 +238,17 @@ def decide(
             for member in ordered
             if member.replica_id in standing_by and member.may_heal and member.replica_id not in unfit
         )
-        role = UpToDate(serves_now=tuple(healing), serves_next=waiting)
+        may_lend = followers.beginning.isdisjoint(healing)
+        role = UpToDate(serves_now=tuple(healing), serves_next=waiting, may_lend=may_lend)
     elif own_id in unfit:
         role = DoesNotFit(holder=holders[0], parts=unfit[own_id])
+    elif own_id in followers.recording:
+        role = Follows()
     elif sources[own_id]:
         first = healing.index(own_id) + group_rank + num_failed_heals
-        receivers = tuple(member for member in ordered if member.replica_id in healing)
-        role = Heals(sources=_rotated(sources[own_id], first), receivers=receivers)
+        receivers = tuple(each for each in ordered if each.replica_id in {*healing} - followers.passive)
+        is_following = own_id in followers.passive
+        role = Heals(sources=_rotated(sources[own_id], first), receivers=receivers, is_following=is_following)
     else:
         own = next(member for member in ordered if member.replica_id == own_id)
         role = StandsBy(announced_to=frozenset(holding), may_heal=own.may_heal)
@@ -234,11 +261,12 @@ def decide(
         # The store of a replica with the common state, because such a replica has been running for longest.
         store_address=holders[group_rank % len(holders)].store_address,
         rank=rank,
-        num_participants=num_participants,
-        participating_rank=rank if rank is not None and rank < num_participants else None,
+        num_participants=len(participants),
+        participating_rank=participants.index(own_id) if own_id in participants else None,
         role=role,
         divergence=divergence,
         unfit=tuple(unfit),
+        compares_next=followers.compare_next,
     )
 
 
@@ -339,11 +367,6 @@ def _choose_fitting_state(
 def _choose_state(ordered: Sequence[Member], rules: Rules) -> tuple[str, list[Member]]:
     """Choose the newest state. Return its lineage, and the members that have this state, all at the same step."""
     step = max(member.step for member in ordered)
-    if step == NO_WHOLE_STATE:
-        raise QuorumError(
-            f"expected a replica with a whole state, but none of {[member.replica_id for member in ordered]} "
-            "has one; load a durable checkpoint"
-        )
     newest = [member for member in ordered if member.step == step]
     if step == 0 and rules.init_sync:
         synchronised = [member for member in newest if member.lineage]
@@ -358,13 +381,6 @@ def _choose_state(ordered: Sequence[Member], rules: Rules) -> tuple[str, list[Me
     # The lineage of most members wins; between equal numbers, one without irregular steps.
     lineage = min(numbers, key=lambda lineage: (-numbers[lineage], lineage in irregular, lineage))
     return lineage, [member for member in newest if member.lineage == lineage]
-
-
-def _sources(member: Member, holders: Sequence[Member]) -> tuple[Member, ...]:
-    """Return the holders from which ``member`` can heal at this step boundary."""
-    if not member.may_heal:
-        return ()
-    return tuple(holder for holder in holders if holder.can_serve or holder.replica_id in member.announced_to)
 
 
 def _group_key(joined: Sequence[Member]) -> str:

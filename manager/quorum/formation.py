@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Final
 
 from ft_transport.runtime.deadline import Deadline
@@ -17,20 +18,31 @@ from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.telemetry.recorder import phase
 from manager.errors import HealFailedError, HyperparametersDivergedError, QuorumError, StatesDivergedError
 from manager.quorum.comparison import Hyperparameters, StateComparison
-from manager.quorum.decision import Decision, DoesNotFit, Heals, StandsBy, UpToDate
+from manager.quorum.decision import Decision, DoesNotFit, Follows, Heals, StandsBy, UpToDate
 from manager.quorum.differences import StructureWatch
+from manager.quorum.following import Follower
 from manager.quorum.healing import Healer, prepare_newcomer
 from manager.quorum.membership import QuorumRequest
 from manager.quorum.quorum_round import Participant, QuorumRound, is_own_shortage
 from manager.quorum.rank_exchange import Exchange
-from manager.quorum.reports import NO_WHOLE_STATE, StateReport
-from manager.quorum.telemetry import MembershipLog, span, spanned
+from manager.quorum.reports import NO_WHOLE_STATE, Following, StateReport
+from manager.quorum.telemetry import MembershipLog, begin_heal_record, end_heal_record, span, spanned
 
 logger = logging.getLogger(__name__)
 
 _MAX_STAND_BYS: Final = 10
 _MAX_MISFITS: Final = 1
 _GIVEN_UP: Final = "the step failed before this rank had healed"
+_OTHER_STATE: Final = "its steps are no longer those of the others"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Attempts:
+    """Counts the quorums of one round. ``began_s`` is the beginning of the round, by the monotonic clock."""
+
+    began_s: float
+    num_stand_bys: int = 0
+    num_misfits: int = 0
 
 
 class QuorumFormation:
@@ -45,6 +57,7 @@ class QuorumFormation:
         structures: Compares the structures of the replicas' states.
         hyperparameters: Digests the hyperparameters, for the comparison between replicas.
         changes: Logs which replicas join and leave.
+        follower: Follows other replicas, while it receives their state.
     """
 
     def __init__(self, participant: Participant, executor: SafeExecutor) -> None:
@@ -56,6 +69,7 @@ class QuorumFormation:
         self.hyperparameters = Hyperparameters(participant)
         self.changes = MembershipLog(participant)
         self._healer = Healer(participant)
+        self.follower = Follower(participant, participant.config.replay_bytes)
         self._is_prepared = False
         participant.state.registry.loaders.may_heal = True
 
@@ -69,7 +83,8 @@ class QuorumFormation:
             Whether a snapshot of this boundary has begun or can still be requested.
         """
         can_serve = self._participant.replica.begin_step(self._state.step, hold=hold)
-        self.comparison.begin_if_due()
+        if self.follower.following in (Following.NO, Following.COMPARES):
+            self.comparison.begin_if_due()
         return can_serve
 
     @spanned("_async_quorum")
@@ -89,13 +104,17 @@ class QuorumFormation:
             finally:
                 self._participant.snapshots.settle()
             current.decision = decision
-            if isinstance(decision.role, UpToDate):
-                self._check_serving(decision.role)
-                self._configure(decision, request.deadline)
-            else:
-                self._participant.report_error(
-                    QuorumError(f"this replica is behind step {decision.step}; it heals before its next step")
-                )
+            match decision.role:
+                case UpToDate() as role:
+                    self.follower.counted()
+                    self._check_serving(role)
+                    self._configure(decision, request.deadline)
+                case Follows():
+                    self._configure(decision, request.deadline)
+                case _:
+                    reason = f"this replica is behind step {decision.step}; it heals before its next step"
+                    self.follower.failed(reason)
+                    self._participant.report_error(QuorumError(reason))
         except BaseException as error:
             current.end_quorum(error)
         else:
@@ -104,15 +123,15 @@ class QuorumFormation:
     @spanned("_async_quorum")
     def form_and_heal(self, current: QuorumRound, request: QuorumRequest) -> None:
         """Form quorums on the training thread, before ``forward``, until the replica is up to date or cannot heal."""
-        num_stand_bys = num_misfits = 0
-        began_s, membership = time.monotonic(), self._participant.membership
+        membership, attempts = self._participant.membership, _Attempts(began_s=time.monotonic())
         # A loader that is ahead raises here, before other replicas wait for this one.
         self._participant.replica.check_loaders()
         try:
             if request.may_heal and not self._is_prepared:
                 self._is_prepared = True
                 prepare_newcomer(self._participant, request.deadline)
-            while True:
+            is_ready = False
+            while not is_ready:
                 # Earlier snapshots belong to an earlier attempt, which may have had the same step number.
                 self._participant.snapshots.replaced()
                 if self._participant.healing is not None:
@@ -121,45 +140,67 @@ class QuorumFormation:
                     decision = self._ask(request, can_serve=True, is_waiting=True)
                 current.decision = decision
                 current.num_missed_heartbeats = membership.num_missed_heartbeats()
-                match decision.role:
-                    case UpToDate() as role:
-                        self._state.lineage = decision.lineage
-                        self._request_snapshot(role)
-                        self.begin_step()
-                        self._check_serving(role)
-                        self._configure(decision, request.deadline)
-                        break
-                    case Heals() as role:
-                        self._begin_record(began_s)
-                        if self._heal(decision, role):
-                            self.changes.log_heal(decision, time.monotonic() - began_s, self._healer.source)
-                            break
-                    case StandsBy() as role:
-                        if not self._may_wait_for_snapshot(request, decision, role):
-                            break
-                        num_stand_bys += 1
-                        if num_stand_bys > _MAX_STAND_BYS:
-                            raise QuorumError(
-                                f"{self._participant.name}: expected a snapshot of step {decision.step} from one of "
-                                f"{sorted(role.announced_to)}, got none in {_MAX_STAND_BYS} quorums"
-                            )
-                        logger.info("%s: waits for a snapshot after step %d", self._participant.name, decision.step)
-                        self._participant.announced_to = role.announced_to
-                    case DoesNotFit() as role:
-                        num_misfits += 1
-                        if num_misfits > _MAX_MISFITS:
-                            raise self.structures.error(decision, role)
-                        # This replica may have reported an outdated structure.
-                        self.structures.refresh()
+                is_ready = self._take_role(decision, request, attempts)
         except BaseException as error:
             self._participant.is_settled = False
-            self._end_record(error)
+            end_heal_record(self._participant, error)
             if isinstance(error, HealFailedError):
                 # This process probably exits now. Without heartbeats the other replicas stop waiting for it sooner.
                 membership.stop_heartbeats()
             raise
-        self._leave_record()
+        healing = self._participant.healing
+        if healing is not None:
+            # The last phase, which ends with the first commit.
+            healing.phase("first_step")
+            healing.leave()
         current.end_quorum(None)
+
+    def _take_role(self, decision: Decision, request: QuorumRequest, attempts: _Attempts) -> bool:
+        """Do what a quorum decided; return whether the step can begin. If not, another quorum is needed."""
+        participant = self._participant
+        match decision.role:
+            case UpToDate() as role:
+                self.follower.counted()
+                self._state.lineage = decision.lineage
+                self._request_snapshot(role)
+                self.begin_step()
+                self._check_serving(role)
+                self._configure(decision, request.deadline)
+                return True
+            case Follows():
+                self.begin_step()
+                self._configure(decision, request.deadline)
+                return True
+            case Heals() as role:
+                if not role.is_following:
+                    self.follower.abandon(_OTHER_STATE)
+                begin_heal_record(participant, attempts.began_s, refusal=self.follower.refusal)
+                has_healed = self._heal(decision, role)
+                if has_healed and not role.is_following:
+                    seconds = time.monotonic() - attempts.began_s
+                    self.changes.log_heal(decision, seconds, self._healer.source)
+                return has_healed
+            case StandsBy() as role:
+                self.follower.abandon(_OTHER_STATE)
+                if not self._may_wait_for_snapshot(request, decision, role):
+                    return True
+                attempts.num_stand_bys += 1
+                if attempts.num_stand_bys > _MAX_STAND_BYS:
+                    raise QuorumError(
+                        f"{participant.name}: expected a snapshot of step {decision.step} from one of "
+                        f"{sorted(role.announced_to)}, got none in {_MAX_STAND_BYS} quorums"
+                    )
+                logger.info("%s: waits for a snapshot after step %d", participant.name, decision.step)
+                participant.announced_to = role.announced_to
+                return False
+            case DoesNotFit() as role:
+                self.follower.abandon(_OTHER_STATE)
+                attempts.num_misfits += 1
+                if attempts.num_misfits > _MAX_MISFITS:
+                    raise self.structures.error(decision, role)
+                # This replica may have reported an outdated structure.
+                self.structures.refresh()
+                return False
 
     def _serving(self, deadline: Deadline) -> AbstractContextManager[None]:
         """Serve the state while this replica waits for a quorum: another replica may still be healing from this one.
@@ -212,6 +253,7 @@ class QuorumFormation:
                 reductions=participant.reductions,
                 hyperparameters=self.hyperparameters.claim,
                 structure=self.structures.structure,
+                following=self.follower.report(),
             )
             decision = membership.decide(
                 report,
@@ -220,6 +262,7 @@ class QuorumFormation:
                 num_failed_heals=self._healer.num_failures,
             )
         participant.announced_to = frozenset()
+        self.comparison.is_wanted = self.comparison.is_wanted or decision.compares_next
         self._participant.metrics.add("quorum_seconds", by=time.monotonic() - start_s)
         self._participant.metrics.set("participants", to=decision.num_participants)
         self.changes.log_changes(decision)
@@ -291,7 +334,7 @@ class QuorumFormation:
         logger.info("%s: serves its state to %s now, to %s at the next step", name, role.serves_now, role.serves_next)
         # The snapshot may share the trainer's memory: no optimizer steps before the newcomer has healed.
         with span("_checkpoint_transport::send_checkpoint"):
-            self._participant.snapshots.request(share=True)
+            self._participant.snapshots.request(share=role.may_lend)
 
     def _check_serving(self, role: UpToDate) -> None:
         """Fail the step at once if a snapshot for healing replicas could not be taken. They would wait for it."""
@@ -313,7 +356,7 @@ class QuorumFormation:
         # The other replicas wait in the process group already, so this replica joins it while it receives the state.
         configuring = self._executor.submit(self._configure, decision, Deadline())
         with span("_checkpoint_transport::recv_checkpoint"):
-            failures = healer.receive(decision, role)
+            failures = (self.follower if role.is_following else healer).receive(decision, role)
         phase("rendezvous")
         configuring.result()
         # The replica has healed only if all of its ranks have.
@@ -326,10 +369,12 @@ class QuorumFormation:
         )
         if not refusals:
             healer.succeeded()
-            healer.warn_of_damage(decision)
+            if not role.is_following:
+                healer.warn_of_damage(decision)
             self._state.forget_gradients()
             self.begin_step()
             return True
+        self.follower.abandon("what no optimizer computes could not be received")
         membership.process_group.abort()
         if participant.round is not None:
             participant.round.error = None
@@ -340,33 +385,3 @@ class QuorumFormation:
         else:
             healer.failed(decision.step, failures or refusals, agreed=refusals)
         return False
-
-    def _begin_record(self, began_s: float) -> None:
-        """Begin the record of a heal, unless it has begun already.
-
-        Args:
-            began_s: When the replica began to wait for the quorum, by the monotonic clock.
-        """
-        participant, transport = self._participant, self._participant.replica.transport
-        if participant.healing is None and transport is not None:
-            membership = participant.membership
-            participant.healing = transport.recorder.begin(
-                "heal",
-                replica=membership.replica_id,
-                group_rank=membership.group_rank,
-                phase="quorum",
-                began_s=began_s,
-            )
-
-    def _leave_record(self) -> None:
-        """Begin the last phase in the record of a heal. The phase ends with the first commit."""
-        healing = self._participant.healing
-        if healing is not None:
-            healing.phase("first_step")
-            healing.leave()
-
-    def _end_record(self, error: BaseException) -> None:
-        """End the record of a heal that failed."""
-        healing, self._participant.healing = self._participant.healing, None
-        if healing is not None:
-            healing.end("failed", error=error)

@@ -96,6 +96,7 @@ class QuorumLoop:
         transport.process_status.set_part("manager", status_report(participant, loop_status))
         transport.process_status.set_part("changes", self._formation.changes.recent())
         self._state.add_observer(CommittedSteps(participant, self._formation.comparison))
+        self._state.add_observer(self._formation.follower)
 
     # ------------------------------------------------------------------------------------------------------ the round
 
@@ -111,6 +112,7 @@ class QuorumLoop:
         self.membership.process_group.begin_step()
         warn_of_unguarded(state.optimizers())
         participant.check_irregular_steps()
+        self._formation.follower.begin_round()
         self._formation.structures.check_registered()
         self._formation.hyperparameters.digest(
             is_after_commit=participant.round is not None and participant.round.is_committed
@@ -263,6 +265,7 @@ class QuorumLoop:
             healing.end("abandoned")
         with ExitStack() as closing:
             closing.callback(self._formation.comparison.close)
+            closing.callback(self._formation.follower.close, wait=wait)
             closing.callback(self._executor.shutdown, wait=wait)
             closing.callback(self.membership.close)
 
@@ -381,7 +384,7 @@ class QuorumLoop:
         length_s = state.steps.end(state.step - 1, num_participants=decision.num_participants)
         self._participant.metrics.add("step_until_commit_seconds", by=length_s)
         participant.is_settled = True
-        if participant.healing is not None:
+        if participant.healing is not None and not state.follows:
             participant.healing.describe(step=state.step)
             participant.healing.end()
             participant.healing = None

@@ -13,6 +13,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -53,6 +54,24 @@ class Claim:
     digest: str = ""
 
 
+class Following(IntEnum):
+    """How a replica gets the state. If the ranks of a replica differ, the smallest value counts.
+
+    Attributes:
+        NO: It has the state, or waits for it in a quorum.
+        WOULD: The same, but if it is behind, it follows.
+        RECORDS: It takes part in the steps without contributing, and records them, while it receives an earlier state.
+        CAUGHT_UP: It has made the recorded steps. It lacks only what no optimizer computes.
+        COMPARES: It seems to have the state. It does not contribute before that was compared with another replica's.
+    """
+
+    NO = 0
+    WOULD = 1
+    RECORDS = 2
+    CAUGHT_UP = 3
+    COMPARES = 4
+
+
 class StateReport(msgspec.Struct, frozen=True, kw_only=True):
     """A report about the state at a step boundary. The sender is a replica, or one of its ranks.
 
@@ -70,6 +89,7 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
         reductions: Digest of the reductions of the sender's last step.
         hyperparameters: Digest of the sender's hyperparameters; empty if its last step was not committed.
         structure: Digests of the structure of the sender's state.
+        following: How the sender gets the state. A sender that follows reports the step and lineage that it will have.
     """
 
     step: int = NO_WHOLE_STATE
@@ -83,6 +103,7 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
     reductions: Claim = Claim()
     hyperparameters: Claim = Claim()
     structure: Structure = ()
+    following: Following = Following.NO
 
 
 class RankReport(StateReport, frozen=True, kw_only=True):
@@ -155,6 +176,7 @@ def member_of(reports: Sequence[RankReport], **fields: Any) -> Member:
         reductions=_claim_of_group([report.reductions for report in reports]),
         hyperparameters=_claim_of_group([report.hyperparameters for report in reports]),
         structure=_structure_of_group([report.structure for report in reports]),
+        following=min(report.following for report in reports),
         **fields,
     )
 

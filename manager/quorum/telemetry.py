@@ -267,6 +267,36 @@ def _replicas(decision: Decision) -> str:
     return f"{count} replica{'s' * (count != 1)}"
 
 
+def begin_heal_record(participant: Participant, began_s: float, *, refusal: str) -> None:
+    """Begin the record of a heal, or continue it.
+
+    Args:
+        participant: This replica.
+        began_s: When the replica began to wait for the quorum, by the monotonic clock.
+        refusal: Why this replica does not follow the others instead; may be empty.
+    """
+    transport, membership = participant.replica.transport, participant.membership
+    if participant.healing is not None:
+        participant.healing.enter()
+    elif transport is not None:
+        participant.healing = transport.recorder.begin(
+            "heal",
+            replica=membership.replica_id,
+            group_rank=membership.group_rank,
+            phase="quorum",
+            began_s=began_s,
+        )
+        if refusal:
+            participant.healing.note(replay=f"not used: {refusal}")
+
+
+def end_heal_record(participant: Participant, error: BaseException) -> None:
+    """End the record of a heal that failed."""
+    healing, participant.healing = participant.healing, None
+    if healing is not None:
+        healing.end("failed", error=error)
+
+
 def loop_status(participant: Participant) -> ManagerStatus:
     """Return the status of a manager in a quorum, for ``/state``. Any thread may call it."""
     state, membership, current = participant.state, participant.membership, participant.round

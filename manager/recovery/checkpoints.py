@@ -265,7 +265,7 @@ class Checkpoints:
         return Recovery(step=step, source=f"{checkpoint.path} of torch.distributed.checkpoint")
 
     def _refuse_to_save(self) -> None:
-        self._state.refuse_partial()
+        self._state.require_whole()
         if self._state.is_past_step:
             raise ManagerError(
                 f"expected a step boundary to save at: an optimizer has stepped since step {self._state.step} began; "

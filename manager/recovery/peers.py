@@ -300,7 +300,7 @@ class PeerRecovery:
             ),
             # With ``verify``, `_refuse_differences` compares every byte after loading.
             "is_comparable": options.verify,
-            "check": partial(self._check_incoming, into=into, step=step),
+            "check": partial(self.check_incoming, into=into, step=step),
         }
         if isinstance(source, str):
             if options.max_bytes_per_s is not None:
@@ -323,7 +323,14 @@ class PeerRecovery:
         like = self._state.registry.parameter_finder()
         return self._transport.fetch_sharded(source, asked, group_rank=group_rank, like=like, **keywords)
 
-    def _check_incoming(self, incoming: Incoming, into: Mapping[str, object], step: int | Literal["latest"]) -> None:
+    def check_incoming(self, incoming: Incoming, into: Mapping[str, object], step: int | Literal["latest"]) -> None:
+        """Make sure, before data arrives, that this replica can load a state.
+
+        Raises:
+            RegistryError: It is another step.
+            StateMismatchError: The state does not fit.
+            OrderTakenOverError: The optimizers' parameters have another order now; ``into`` is outdated.
+        """
         if step not in ("latest", incoming.step):
             raise RegistryError(f"expected the state of step {step}, got that of step {incoming.step}")
         state = self._state

@@ -137,6 +137,8 @@ class Replica:
             )
         self.check_loaders()
         self.state.begin_step(number)
+        if self.state.follows:
+            return False
         is_served = self.snapshots.boundary(hold=hold) if self.snapshots is not None else False
         if self.keeping is not None:
             self.keeping.boundary()
@@ -175,6 +177,7 @@ class Replica:
         leave()
         try:
             self.state.begin_step(checked_step(step))
+            self.state.require_step(None)
             if self.keeping is not None:
                 self.keeping.keep_now()
             if self.checkpoints is not None and not self.checkpoints.store.is_read_only:

@@ -62,6 +62,29 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
     return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def hyperparameters_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return a copy of the values of each parameter group, without its parameters."""
+    return [
+        {
+            name: value.clone() if isinstance(value, torch.Tensor) else copy(value)
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def set_hyperparameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Set the values of each parameter group. An entry ``params`` is ignored."""
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
+        for name, value in values.items():
+            own = group.get(name)
+            if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
+                own.copy_(value)  # A scheduler or a CUDA graph may refer to it.
+            elif name != "params":
+                group[name] = value
+
+
 def memory_of(parts: Iterable[object]) -> set[Memory]:
     """Return the memory of the tensors in nested mappings, lists and tuples."""
     return set(filter(None, map(memory_at, tensors_in(list(parts)))))

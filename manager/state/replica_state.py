@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from itertools import chain
 from operator import index
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from torch.optim import Optimizer
 
@@ -37,6 +37,9 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+_FOLLOWS: Final = "this replica follows the others, while it receives the state"
+
+
 class ReplicaState(StateObserver):
     """The state of a replica, its lock, and the committed step that the state shows.
 
@@ -58,6 +61,8 @@ class ReplicaState(StateObserver):
         is_past_step: Whether an attached optimizer has stepped since ``step`` began.
         training_thread: Identifier of the training thread; ``None`` before the first boundary.
         partial: Error that says why the state mixes steps or is incomplete; ``None`` if it shows one whole step.
+        follows: Whether this replica takes part in steps before it has the whole state of ``step``; see
+            ``manager.quorum.following``. No snapshot may show such a state.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -73,6 +78,7 @@ class ReplicaState(StateObserver):
         self.is_past_step = False
         self.training_thread: int | None = None
         self.partial: StateTornError | None = None
+        self.follows = False
         self._configured = ConfiguredHyperparameters()
         self._attachments: list[OptimizerAttachment] = []
         self._observers: list[StateObserver] = []
@@ -126,10 +132,11 @@ class ReplicaState(StateObserver):
             step: The step that the state shows, according to the caller; ``None`` for the step that began last.
 
         Raises:
-            ManagerError: An optimizer has stepped since the last step began; or ``step`` is not a whole number from 0.
+            ManagerError: An optimizer has stepped since the last step began; or ``step`` is not a whole number from 0;
+                or this replica `follows` others.
             StateTornError: The state is partial.
         """
-        self.refuse_partial()
+        self.require_whole()
         self.assume_training_thread()
         if step is not None:
             self.step = checked_step(step)
@@ -180,7 +187,7 @@ class ReplicaState(StateObserver):
             activity_s=time.monotonic() - self.steps.began_s if is_training else 0.0,
             step=self.step,
             batches=self.batches_committed,
-            partial=partial.reason if partial is not None else "",
+            partial=partial.reason if partial is not None else _FOLLOWS if self.follows else "",
             lock=LockStatus(
                 holders=tuple(
                     HolderStatus(kind=holder.kind, what=holder.what, age_s=holder.age_s)
@@ -235,9 +242,7 @@ class ReplicaState(StateObserver):
         self.note_configured()
         before = self.partial
         self.mark_partial(step, "loading it was interrupted")
-        self.ledger.replaced()
-        for observer in self._observers:
-            observer.replaced()
+        self.note_replaced()
         try:
             self.registry.load_state_dict(parts[USER_KEY], optimizers=self.optimizers(), only_shared=only_shared)
         except RegistryError as error:
@@ -246,6 +251,12 @@ class ReplicaState(StateObserver):
         self.load_counters(parts[MANAGER_KEY])
         self.partial = None
         self._configured.warn_of_replaced(self.registry, self.optimizers(), step)
+
+    def note_replaced(self) -> None:
+        """Tell the observers that a load is about to replace the state, or a part of it."""
+        self.ledger.replaced()
+        for observer in self._observers:
+            observer.replaced()
 
     def note_configured(self) -> None:
         """Store the hyperparameters that this process was started with, before a received state replaces them."""
@@ -295,6 +306,20 @@ class ReplicaState(StateObserver):
         if partial is not None:
             # A new error each time: an exception object collects the frames of every place that raises it.
             raise StateTornError(step=partial.step, reason=partial.reason)
+
+    def require_whole(self) -> None:
+        """Make sure that the state shows one whole step.
+
+        Raises:
+            StateTornError: The state is partial.
+            ManagerError: This replica follows others, and receives the state.
+        """
+        self.refuse_partial()
+        if self.follows:
+            raise ManagerError(
+                "expected a whole state, but this replica follows the other replicas, and still receives the state; "
+                "save and snapshot only if manager.is_participating()"
+            )
 
     def require_training_thread(self) -> None:
         """Raise ``ManagerError`` if a state function requires the training thread, and this is another thread."""

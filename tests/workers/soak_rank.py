@@ -32,6 +32,7 @@ from torch import nn
 
 from ft_transport import HTTPTransport, TransportSettings, state_digest
 from manager import Manager, ManagerConfig
+from manager.quorum import following
 
 T = TypeVar("T")
 
@@ -42,6 +43,9 @@ QUORUM_TIMEOUT_S = 30.0
 HEARTBEAT_TIMEOUT_S = 1.0
 START_QUORUM_S = 30.0
 SHOULD_COMMIT_S = 15.0
+
+REPLAY_BYTES = int(os.environ.get("SOAK_REPLAY_BYTES", "0"))
+"""Newcomers follow the others, and record gradients of this size at most, while they receive the state."""
 
 _STEP_S = 0.05
 _CALLS = ("start_quorum", "wait_quorum", "allreduce", "wait", "should_commit", "step")
@@ -139,7 +143,9 @@ class Trainer:
             }
         )
         self.adam = torch.optim.AdamW(self.model["hidden"].parameters(), lr=1e-2)
-        self.sgd = FailingSGD(self.model["head"].parameters(), lr=1e-2, momentum=0.9)
+        # Newcomers follow only with torch's own optimizers.
+        kind = torch.optim.SGD if REPLAY_BYTES else FailingSGD
+        self.sgd: Any = kind(self.model["head"].parameters(), lr=1e-2, momentum=0.9)
         self.faults = Faults()
         config = ManagerConfig(
             min_replica_size=1,
@@ -149,9 +155,10 @@ class Trainer:
             connect_timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
             heartbeat_timeout=timedelta(seconds=HEARTBEAT_TIMEOUT_S),
             compare_every=COMPARE_EVERY,
+            replay_bytes=REPLAY_BYTES or None,
         )
         settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
-        transport: HTTPTransport[Any] = HTTPTransport(config.timeout, settings=settings)
+        transport = SlowTransport(config.timeout, settings=settings)
         self.manager = Manager(config=config, checkpoint_transport=transport)
         self.manager.register("model", self.model)
         self.manager.register("adam", self.adam)
@@ -258,8 +265,18 @@ def _count(entries: Iterable[object]) -> int:
     return sum(1 for _ in entries)
 
 
+class SlowTransport(HTTPTransport[Any]):
+    """Lets a newcomer that follows receive for up to 20 steps."""
+
+    def fetch(self, *args: Any, **options: Any) -> Any:
+        if threading.current_thread().name.startswith("ft-transport-follow"):
+            time.sleep(random.uniform(0, 20 * _STEP_S))
+        return super().fetch(*args, **options)
+
+
 def main() -> None:
     faulthandler.enable()
+    following._LEAST_BYTES = 0
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger().addHandler(Differences())
     torch.set_num_threads(1)

@@ -1,0 +1,232 @@
+"""A newcomer follows the others while it receives the state: nobody waits, and its state is theirs, bit for bit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from quorum_threads import Gate, lighthouse, make_manager, run_replicas
+from torch import nn
+
+from ft_transport import HTTPTransport, PeerError, state_digest
+from ft_transport.telemetry.record import Record
+from manager import Manager, ManagerError
+from manager.quorum import following
+from manager.state.replay import Replay
+
+pytestmark = pytest.mark.usefixtures("quorum_ready")
+
+WIDTH = 24
+JOIN_AT = 4
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(following, "_LEAST_BYTES", 0)
+    with lighthouse(min_replicas=2) as at:
+        yield at
+
+
+class Job:
+    """Replicas that train a model with buffers and a schedule. All have the same digest at the same step."""
+
+    def __init__(self, address: str, kind: Callable[..., torch.optim.Optimizer], **keywords: Any) -> None:
+        self.address, self.kind, self.keywords = address, kind, keywords
+        self.gate = Gate()
+        self.mutex = threading.Lock()
+        self.digests: dict[int, set[str]] = {}
+        self.end_at = 10**6
+
+    def run(self, name: str, each_step: Callable[[Manager, bool], None] | None = None, **keywords: Any) -> Manager:
+        manager = make_manager(self.address, name, **keywords)
+        try:
+            self._train(manager, each_step)
+        finally:
+            manager.shutdown()
+        return manager
+
+    def _train(self, manager: Manager, each_step: Callable[[Manager, bool], None] | None) -> None:
+        generator = torch.Generator().manual_seed(len(manager.replica_id()))
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4))
+        optimizer = self.kind(model.parameters(), **self.keywords)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+        manager.register("model", model)
+        manager.register("optimizer", optimizer)
+        manager.register("schedule", schedule)
+        manager.attach(optimizer)
+        while manager.current_step() < self.end_at:
+            manager.start_quorum()
+            model(torch.randn(8, WIDTH, generator=generator)).square().mean().backward()
+            for module in model.modules():
+                if isinstance(module, nn.BatchNorm1d):
+                    module.reset_running_stats()  # Otherwise they differ between replicas.
+            manager.average_gradients(model)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            if manager.should_commit():
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+                is_whole = manager.is_participating()
+                if is_whole:
+                    state = {
+                        "model": model.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                        "lr": schedule.get_last_lr(),
+                    }
+                    with self.mutex:
+                        self.digests.setdefault(manager.current_step(), set()).add(state_digest(state))
+            if each_step is not None:
+                each_step(manager, manager.is_participating())
+
+
+def records_of(manager: Manager) -> list[Record]:
+    transport = manager._replica.transport
+    assert transport is not None
+    return [each for each in transport.recorder.recent() if each.kind == "heal"]
+
+
+@pytest.fixture
+def job(address: str) -> Job:
+    return Job(address, torch.optim.AdamW)
+
+
+def join(
+    job: Job,
+    receive: Callable[[], None],
+    during: Callable[[Manager], None] = lambda _manager: None,
+    *,
+    replay_bytes: int = 1 << 20,
+    num_passive: int = 5,
+) -> tuple[Manager, list[int], list[int]]:
+    """Let a newcomer join two replicas; all end some steps after it has begun to contribute.
+
+    Args:
+        job: The job.
+        receive: Called before the newcomer receives the state, on the thread of the transfer.
+        during: Called after each step that the newcomer makes without contributing.
+        replay_bytes: The newcomer's setting.
+        num_passive: Number of such steps after which the gate ``fetch`` opens.
+
+    Returns:
+        The newcomer's manager, and the steps before which it did not contribute, and did.
+    """
+    passive: list[int] = []
+    active: list[int] = []
+
+    def old(manager: Manager, _is_whole: bool) -> None:
+        if manager.current_step() == JOIN_AT:
+            job.gate.open("join")
+
+    def newcomer() -> Manager:
+        job.gate.wait("join")
+
+        def step(manager: Manager, is_whole: bool) -> None:
+            (active if is_whole else passive).append(manager.current_step())
+            if not is_whole:
+                during(manager)
+            if len(passive) == num_passive:
+                job.gate.open("fetch")
+            if len(active) == 5:
+                job.end_at = manager.current_step() + 2
+
+        try:
+            return job.run("newcomer", step, replay_bytes=replay_bytes)
+        finally:
+            job.end_at = min(job.end_at, max(job.digests) + 2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        fetch = HTTPTransport.fetch
+
+        def held_fetch(self: Any, *args: Any, **options: Any) -> Any:
+            if threading.current_thread().name.startswith("ft-transport-follow"):
+                receive()
+            return fetch(self, *args, **options)
+
+        patch.setattr(HTTPTransport, "fetch", held_fetch)
+        manager = run_replicas(lambda: job.run("old 1", old), lambda: job.run("old 2"), newcomer)[2]
+    assert len(active) >= 5
+    assert all(len(each) == 1 for each in job.digests.values())
+    assert max(job.digests) >= job.end_at - 1
+    return manager, passive, active
+
+
+@pytest.mark.parametrize(
+    ("kind", "keywords"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+        (torch.optim.Adafactor, {}),
+    ],
+)
+def test_a_newcomer_follows_and_has_the_state_of_the_others(
+    address: str, kind: Callable[..., torch.optim.Optimizer], keywords: dict[str, Any]
+) -> None:
+    job = Job(address, kind, **keywords)
+    manager, passive, active = join(job, lambda: job.gate.wait("fetch"))
+    assert len(passive) >= 5
+    assert passive == list(range(passive[0], active[0]))
+    assert passive[0] > JOIN_AT
+    (record,) = records_of(manager)
+    assert record.outcome == "ok"
+    assert f"made {len(passive) - 2} recorded steps" in record.notes["replay"]
+
+
+def test_its_state_can_neither_be_saved_nor_served_before_it_contributes(job: Job) -> None:
+    refused: list[str] = []
+
+    def during(manager: Manager) -> None:
+        with pytest.raises(ManagerError, match="follows the other replicas") as caught:
+            manager.snapshot(manager.current_step())
+        refused.append(str(caught.value))
+
+    join(job, lambda: job.gate.wait("fetch"), during)
+    assert len(refused) >= 5
+
+
+def test_after_a_failed_transfer_it_heals(job: Job) -> None:
+    def receive() -> None:
+        job.gate.wait("fetch")
+        raise PeerError("the source has died")
+
+    manager, passive, _ = join(job, receive)
+    assert len(passive) >= 5
+    (record,) = records_of(manager)
+    assert "abandoned: PeerError: the source has died" in record.notes["replay"]
+
+
+def test_with_more_gradients_than_replay_bytes_it_heals(job: Job) -> None:
+    manager, passive, _ = join(job, lambda: job.gate.wait("fetch"), replay_bytes=10_000, num_passive=4)
+    assert len(passive) >= 4
+    (record,) = records_of(manager)
+    assert "more than replay_bytes (10000)" in record.notes["replay"]
+
+
+def test_if_a_recorded_step_is_made_differently_the_comparison_finds_it_and_it_heals(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Replay.run
+
+    def wrong(self: Replay) -> None:
+        for record in list(self._records)[-1:]:
+            next(iter(record.gradients.values())).view(-1)[0].add_(1e-3)
+        run(self)
+
+    monkeypatch.setattr(Replay, "run", wrong)
+    manager, passive, _ = join(job, lambda: job.gate.wait("fetch"))
+    assert len(passive) >= 5
+    (record,) = records_of(manager)
+    assert "abandoned" in record.notes["replay"]
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """An optimizer of a user."""
+
+
+def test_the_record_of_a_heal_says_why_it_did_not_follow(address: str) -> None:
+    manager, passive, _ = join(Job(address, OwnAdamW), lambda: None)
+    assert not passive
+    (record,) = records_of(manager)
+    assert record.notes["replay"].startswith("not used: OwnAdamW may compute more than a function of gradients")
