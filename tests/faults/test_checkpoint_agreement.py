@@ -66,6 +66,7 @@ def _the_same(errors: list[dict[str, Any]]) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------- one rank fails, in turn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", [*script.PHASES, *script.EXCHANGES])
 def test_a_failure_of_one_rank_is_one_error_on_all_and_the_next_save_succeeds(ran: Any, phase: str) -> None:
     """Where it fails in an exchange, the others' waits end because of it: that is no failure of theirs."""

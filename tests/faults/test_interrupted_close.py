@@ -80,7 +80,7 @@ def test_closing_can_be_interrupted_anywhere_and_called_again(
         again.start()
         again.join(10)
         assert not again.is_alive(), "closing again does not come back"
-        until(lambda: num_threads() == before)
+        until(lambda: num_threads() <= before)  # A thread of an earlier test may have ended meanwhile.
         open_ones.append(make(tmp_path))
 
     open_ones.append(make(tmp_path))

@@ -134,6 +134,7 @@ def test_another_mesh_of_as_many_ranks_resumes_exactly(hosts: Hosts) -> None:
     assert set(hosts.sources()) == {"the keepers of 4 ranks"}
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_a_copy_is_named_and_the_state_before_it_taken(hosts: Hosts) -> None:
     spoil, stuck = hosts.job.directory / "2.spoil", hosts.job.directory / "2.stuck"
     spoil.touch()
