@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,22 @@ class Reduction:
         """Name of the operation, for messages."""
         name = _operation(self.reduce_op).name
         return f"{name} of {self.weighting}" if self.weighting else name
+
+    def neutral(self, dtype: torch.dtype) -> float | int:
+        """Return the value that changes no result: that of a replica that does not contribute."""
+        name = _operation(self.reduce_op).name
+        if name == "product":
+            return 1
+        if name not in {"min", "max", "band"}:
+            return 0
+        if dtype.is_floating_point:
+            return math.inf if name == "min" else -math.inf
+        if dtype is torch.bool:
+            return int(name != "max")
+        limits = torch.iinfo(dtype)
+        if name == "band":
+            return -1 if limits.min < 0 else limits.max
+        return limits.max if name == "min" else limits.min
 
     @property
     def options(self) -> AllreduceOptions:

@@ -197,11 +197,11 @@ def decide(
     ordered = sorted(members, key=lambda member: member.replica_id)
     _check(ordered, own_id)
     # The state of a replica that follows has not been compared yet.
-    voters = [member for member in ordered if member.following <= Following.WOULD]
-    if all(member.step == NO_WHOLE_STATE for member in voters):
+    voters = [each for each in ordered if each.following <= Following.WOULD and each.step != NO_WHOLE_STATE]
+    if not voters:
         raise QuorumError(
-            f"expected a replica with a whole state, but none of {[each.replica_id for each in ordered]} has one; load "
-            "a durable checkpoint"
+            f"expected a replica with a whole state, but none of {[member.replica_id for member in ordered]} has one; "
+            "load a durable checkpoint"
         )
     divergence = _find_divergence(voters)
     if divergence is not None and not divergence.majority:
@@ -216,8 +216,7 @@ def decide(
     sound = [member for member in voters if divergence is None or member.replica_id not in divergence.replicas]
     lineage, holders, unfit = _choose_fitting_state(sound, ordered, rules)
     followers = Followers.of(ordered, holders, unfit, min_replica_size=rules.min_replica_size)
-    holders = [member for member in ordered if member in holders or member.replica_id in followers.verified]
-    holding = {member.replica_id for member in holders}
+    holding = {member.replica_id for member in holders} | followers.verified
     sources = {
         member.replica_id: () if member.replica_id in unfit else sources_of(member, holders)
         for member in ordered
@@ -239,7 +238,8 @@ def decide(
             if member.replica_id in standing_by and member.may_heal and member.replica_id not in unfit
         )
         may_lend = followers.beginning.isdisjoint(healing)
-        role = UpToDate(serves_now=tuple(healing), serves_next=waiting, may_lend=may_lend)
+        serves_now = () if own_id in followers.verified else tuple(healing)  # It took no snapshot at this boundary.
+        role = UpToDate(serves_now=serves_now, serves_next=waiting, may_lend=may_lend)
     elif own_id in unfit:
         role = DoesNotFit(holder=holders[0], parts=unfit[own_id])
     elif own_id in followers.recording:

@@ -44,12 +44,13 @@ class Followers:
         first = holders[0]
         beginning, passive, recording, verified = set[str](), set[str](), set[str](), set[str]()
         compare_next = False
-        for member in ordered:
+        # With too few others no step is committed: newcomers heal.
+        are_enough = len(holders) >= min_replica_size
+        for member in ordered if are_enough else ():
             if member.following is Following.NO or member in holders or member.replica_id in unfit:
                 continue
             if member.following is Following.WOULD:
-                # With too few others no step is committed, and there is nothing to record.
-                if first.step > 0 and len(holders) >= min_replica_size:
+                if first.step > 0:
                     beginning.add(member.replica_id)
                 continue
             if (member.step, member.lineage) != (first.step, first.lineage):

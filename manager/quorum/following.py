@@ -34,6 +34,7 @@ from manager.lifecycle import OwnedExecutor
 from manager.quorum.decision import Decision, Heals
 from manager.quorum.quorum_round import Participant, format_error
 from manager.quorum.reports import Following
+from manager.snapshots.state_parts import is_plain_module
 from manager.state.optimizer_guard import StateObserver
 from manager.state.optimizer_states import Memory, memory_at, memory_of, memory_of_optimizers
 from manager.state.parameter_order import MANAGER_KEY, USER_KEY
@@ -105,6 +106,11 @@ class Follower(StateObserver):
         except Exception as error:
             self.abandon(format_error(error))
 
+    @property
+    def must_wait(self) -> bool:
+        """Whether this replica cannot heal yet, because a transfer still writes into its tensors."""
+        return self._job is not None and not self._has_base and not self._job.done()
+
     def receive(self, decision: Decision, role: Heals) -> tuple[str, ...]:
         """Receive what no optimizer computes, and begin to follow, or to compare.
 
@@ -112,17 +118,25 @@ class Follower(StateObserver):
             The reasons of failures; empty after a success.
         """
         failures: list[str] = []
+        state = self._state
+        earlier = state.partial
         for source in role.sources:
             address = source.addresses[self._participant.membership.group_rank]
+            # If anything raises before the end, the tensors may have any values.
+            state.mark_partial(decision.step, "receiving what no optimizer computes was interrupted")
             try:
                 self._receive_rest(address, decision)
             except (TransportError, ManagerError) as error:
                 failures.append(f"{source.replica_id} at {address}: {format_error(error)}")
+                if isinstance(error, TransportError) and not getattr(error, "destination_touched", False):
+                    state.partial = earlier
                 continue
             if self.following is Following.CAUGHT_UP:
                 self.following = Following.COMPARES
             else:
                 self._begin(address, decision)
+            state.follows = True
+            state.partial = None
             return ()
         return tuple(failures)
 
@@ -143,7 +157,8 @@ class Follower(StateObserver):
 
     def failed(self, reason: str) -> None:
         """Note, on any thread, why this replica cannot follow any more. It heals at its next step boundary."""
-        self._failure = self._failure or reason
+        if self.following is not Following.NO:
+            self._failure = self._failure or reason
 
     def abandon(self, reason: str) -> None:
         """Stop following: this replica heals in its next quorum."""
@@ -161,14 +176,25 @@ class Follower(StateObserver):
         """Record the step that an optimizer is about to make, and leave it empty."""
         replay = self._replay
         is_recording = self.following in (Following.RECORDS, Following.CAUGHT_UP)
-        if not is_recording or replay is None or self._state.registry.is_calling():
+        if not is_recording or self._failure or replay is None or self._state.registry.is_calling():
             return
         try:
             replay.record(optimizer)
-        except ReplayRefusedError as error:
-            self.failed(str(error))
-        else:
             self._go_on(replay)
+        except Exception as error:
+            # The step is then made with any values: this replica heals.
+            self.failed(format_error(error))
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Give the gradients back after an empty step."""
+        del optimizer
+        if self._replay is not None:
+            self._replay.give_back()
+
+    def step_failed(self, optimizer: Optimizer, error: BaseException) -> None:
+        """Give the gradients back after a step that failed."""
+        del error
+        self.stepped(optimizer)
 
     def other_gradients(self, optimizer: Optimizer) -> None:
         """Note that a closure made a step with gradients that were not recorded."""
@@ -194,6 +220,7 @@ class Follower(StateObserver):
         with state.lock.read("size of the state"):
             content: Any = state.content()
             check_replayable(state, content[USER_KEY])
+            self._check_modules()
             held = memory_of_optimizers(state.optimizers())
             others = memory_of([content]) - held
         num_bytes, num_other_bytes = (sum(length for _, _, length in each) for each in (held, others))
@@ -201,6 +228,16 @@ class Follower(StateObserver):
             raise ReplayRefusedError(f"the optimizers' tensors have only {num_bytes} bytes")
         if num_other_bytes > _MAX_REST_BYTES:
             raise ReplayRefusedError(f"{num_other_bytes} bytes of the state belong to no optimizer")
+
+    def _check_modules(self) -> None:
+        """Make sure that modules have no state but tensors, and that nothing but a step changes their parameters."""
+        state, copier = self._state, self._participant.snapshots.copier
+        for key, module in state.registry.holders(torch.nn.Module).items():
+            if not all(map(is_plain_module, module.modules())):
+                raise ReplayRefusedError(f"the module {key!r} has state functions of its own")
+        optimizers = state.optimizers()
+        if memory_of_optimizers(optimizers) - copier.guarded(optimizers):
+            raise ReplayRefusedError("more than its step changes parameters of an optimizer (max_norm, a hook)")
 
     def _receive_rest(self, address: str, decision: Decision) -> None:
         participant, state = self._participant, self._state
@@ -238,7 +275,7 @@ class Follower(StateObserver):
         assert self._max_bytes is not None, "a replica without it heals"
         self._began_s = time.monotonic()
         self._replay = Replay(state.optimizers(), self._max_bytes)
-        self.following, self._may_begin, state.follows = Following.RECORDS, False, True
+        self.following, self._may_begin = Following.RECORDS, False
         with state.lock.read("receiving the state"):
             into = aliased(state.content())
         self._pool = OwnedExecutor(1, "ft-transport-follow")
@@ -250,6 +287,8 @@ class Follower(StateObserver):
     def _advance(self) -> None:
         job, replay = self._job, self._replay
         if self._failure:
+            if self.must_wait:
+                return  # Passive until then, so that nobody waits.
             raise ReplayRefusedError(self._failure)
         if self.following is Following.COMPARES or job is None or replay is None:
             return
@@ -266,6 +305,7 @@ class Follower(StateObserver):
         self._job.result()
         replay.run()
         replay.finish()
+        self._check_modules()
         self.following = Following.CAUGHT_UP
         # The next quorum forms before ``forward``, since this replica receives in it.
         self._participant.is_settled = False
@@ -278,7 +318,8 @@ class Follower(StateObserver):
         self._has_base = True
 
     def _go_on(self, replay: Replay) -> None:
-        if self._has_base and self._pool is not None and (self._job is None or self._job.done()):
+        if self._has_base and self._pool is not None and self._job is not None and self._job.done():
+            self._job.result()
             self._job = self._pool.submit(replay.run)
 
     def _end(self) -> None:

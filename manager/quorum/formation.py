@@ -181,7 +181,9 @@ class QuorumFormation:
                     self.changes.log_heal(decision, seconds, self._healer.source)
                 return has_healed
             case StandsBy() as role:
-                self.follower.abandon(_OTHER_STATE)
+                self.follower.failed(_OTHER_STATE)
+                if not self.follower.must_wait:
+                    self.follower.abandon(_OTHER_STATE)
                 if not self._may_wait_for_snapshot(request, decision, role):
                     return True
                 attempts.num_stand_bys += 1
@@ -209,7 +211,7 @@ class QuorumFormation:
         without the common state serves nothing.
         """
         participant, state = self._participant, self._state
-        if participant.is_settled or state.partial is not None or not state.lineage:
+        if participant.is_settled or state.partial is not None or state.follows or not state.lineage:
             return nullcontext()
         return self._participant.snapshots.serving(deadline.cap(state.timeout))
 
@@ -247,7 +249,8 @@ class QuorumFormation:
                 step=state.step if state.partial is None else NO_WHOLE_STATE,
                 lineage=state.lineage,
                 can_serve=can_serve,
-                may_heal=request.may_heal and is_waiting,
+                # The thread of a transfer still writes into the tensors.
+                may_heal=request.may_heal and is_waiting and not self.follower.must_wait,
                 is_irregular=bool(participant.irregularity),
                 claim=self.comparison.claim(request.deadline.cap(state.timeout)),
                 reductions=participant.reductions,

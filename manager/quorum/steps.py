@@ -154,7 +154,7 @@ class StepReductions:
                     local.mul_(weight)
             # Not a product with 0: without a backward pass, the values may be anything.
             if decision.participating_rank is None or (reduction.weighting and not current.num_own_microbatches):
-                local.zero_()
+                local.fill_(reduction.neutral(local.dtype))
             current.note_reducing(local, managed)
             finish = partial(_finish, ReducedTensor(tensor, local, parameter), divisor)
             managed.begin(self._participant.membership.process_group.allreduce(local, reduction), finish)

@@ -184,12 +184,13 @@ def _kind_of(entry: StateEntry, optimizers: Sequence[Optimizer]) -> nn.Module | 
             holder._optimizer_state_dict_pre_hooks or holder._optimizer_state_dict_post_hooks
         )
         return holder if is_plain else None
-    if isinstance(holder, nn.Module) and all(map(_is_plain_module, holder.modules())):
+    if isinstance(holder, nn.Module) and all(map(is_plain_module, holder.modules())):
         return holder
     return None
 
 
-def _is_plain_module(module: nn.Module) -> bool:
+def is_plain_module(module: nn.Module) -> bool:
+    """Return whether the state of a module, without its children, is its tensors and nothing else."""
     kind = type(module)
     return (
         kind.state_dict is nn.Module.state_dict

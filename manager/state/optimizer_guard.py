@@ -222,6 +222,12 @@ class _Guard:
         self._per_thread.sections[:] = [section for section in self._per_thread.sections if section.is_open]
 
 
+def has_foreign_hooks(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has step hooks besides those of its attachments."""
+    hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+    return not all(isinstance(getattr(hook, "__self__", None), _Guard) for hook in hooks)
+
+
 def _gradients_of(optimizer: Optimizer) -> tuple[tuple[torch.Tensor | None, int], ...]:
     gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
     return tuple((each, each._version if each is not None else 0) for each in gradients)

@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ft_transport import state_digest
+from manager.state.optimizer_guard import has_foreign_hooks
 from manager.state.optimizer_states import (
     hyperparameters_of,
     memory_at,
@@ -35,7 +36,7 @@ from manager.state.registry import StateRegistry
 from manager.state.replica_state import ReplicaState
 
 _UNFIT: Final = (torch.optim.LBFGS, torch.optim.SparseAdam)
-"""LBFGS computes gradients in its step. SparseAdam takes gradients whose memory cannot be taken over."""
+"""LBFGS computes gradients in its step, and SparseAdam takes sparse gradients, which cannot be recorded."""
 _MODULE: Final = "torch.optim"
 
 
@@ -81,6 +82,7 @@ class Replay:
         self._records: deque[_Record] = deque()
         self._mutex = threading.Lock()
         self._num_bytes = 0
+        self._taken: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.num_recorded = 0
         self.peak_bytes = 0
 
@@ -90,16 +92,22 @@ class Replay:
         return -(-len(self._records) // len(self._optimizers))
 
     def record(self, optimizer: Optimizer) -> None:
-        """Record the step that an optimizer is about to make, and take its gradients away, so that it changes nothing.
+        """Record the step that an optimizer is about to make, and take its gradients away until `give_back`.
+
+        Without gradients, the step changes nothing.
 
         Raises:
             ReplayRefusedError: The recorded gradients have more than ``max_bytes``.
         """
-        gradients: dict[int, torch.Tensor] = {}
-        for number, parameter in enumerate(parameters_of([optimizer])):
-            if parameter.grad is not None:
-                gradients[number] = _own(parameter.grad)
-                parameter.grad = None
+        parameters = parameters_of([optimizer])
+        number = next((at for at, each in enumerate(self._optimizers) if each is optimizer), None)
+        if number is None:
+            raise ReplayRefusedError(f"{type(optimizer).__name__} was attached after the first step")
+        present = {index: each.grad for index, each in enumerate(parameters) if each.grad is not None}
+        if any(each.layout is not torch.strided for each in present.values()):
+            raise ReplayRefusedError("a gradient is sparse")
+        # Copies, because the loop may use the memory again: it may be a part of a bucket.
+        gradients = {index: _copied(each) for index, each in present.items()}
         num_bytes = sum(getattr(each, "_local_tensor", each).nbytes for each in gradients.values())
         with self._mutex:
             self._num_bytes += num_bytes
@@ -112,8 +120,16 @@ class Replay:
                 )
         self.num_recorded += 1
         groups = hyperparameters_of(optimizer)
-        number = next(at for at, each in enumerate(self._optimizers) if each is optimizer)
         self._records.append(_Record(number=number, gradients=gradients, groups=groups, num_bytes=num_bytes))
+        self._taken = [(parameters[index], gradient) for index, gradient in present.items()]
+        for parameter, _ in self._taken:
+            parameter.grad = None
+
+    def give_back(self) -> None:
+        """Give the parameters back the gradients that `record` has taken away."""
+        taken, self._taken = self._taken, []
+        for parameter, gradient in taken:
+            parameter.grad = gradient
 
     def begin(self) -> None:
         """Copy the optimizers, whose state is that of the step at which recording began."""
@@ -158,12 +174,18 @@ def check_replayable(state: ReplicaState, content: Mapping[str, object]) -> None
     if not optimizers:
         raise ReplayRefusedError("no optimizer is attached")
     registered = {id(each) for each in state.registry.holders(Optimizer).values()}
+    if not registered <= {id(each) for each in optimizers}:
+        raise ReplayRefusedError("an optimizer is registered, but not attached")
     for optimizer in optimizers:
         kind, name = type(optimizer), type(optimizer).__name__
         if not kind.__module__.startswith(_MODULE) or isinstance(optimizer, _UNFIT):
             raise ReplayRefusedError(f"{name} may compute more than a function of gradients, state and hyperparameters")
         if not state.ledger.steps_with_commits(optimizer):
             raise ReplayRefusedError(f"{name} does not step with each commit")
+        if has_foreign_hooks(optimizer):
+            raise ReplayRefusedError(f"{name} has step hooks, which may change more than its step")
+        if state.scalers.known() and getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise ReplayRefusedError(f"the gradient scaler passes values to {name} beside its gradients")
         if id(optimizer) not in registered or kind.state_dict is not Optimizer.state_dict:
             raise ReplayRefusedError(f"the state of {name} is not registered as that of the optimizer itself")
     stepped = memory_of_optimizers(optimizers)
@@ -217,14 +239,10 @@ def aliased(value: Any) -> Any:
             return value
 
 
-def _own(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient in host memory that nobody else changes."""
-    gradient = gradient.detach()
+def _copied(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a copy in host memory."""
     local: torch.Tensor = getattr(gradient, "_local_tensor", gradient)
-    if not local.is_cpu:
-        return gradient.cpu()
-    # A part of a larger storage is a bucket, which the next step uses again.
-    return gradient if local.untyped_storage().nbytes() == local.nbytes else gradient.clone()
+    return gradient.detach().clone() if local.is_cpu else gradient.detach().cpu()
 
 
 def _copy_of(optimizer: Optimizer) -> Optimizer:

@@ -350,6 +350,8 @@ class ReplicaState(StateObserver):
         if not self.registry.is_calling():
             self.is_past_step = True
             self.ledger.stepped(optimizer)
+        for observer in self._observers:
+            observer.stepped(optimizer)
 
     def other_gradients(self, optimizer: Optimizer) -> None:
         """Notify the observers that a closure has changed the gradients."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,8 +27,16 @@ JOIN_AT = 4
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(following, "_LEAST_BYTES", 0)
-    with lighthouse(min_replicas=2) as at:
+    with lighthouse() as at:
         yield at
+
+
+class InterruptionError(Exception):
+    """Raised by a signal handler."""
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4))
 
 
 class Job:
@@ -39,6 +48,9 @@ class Job:
         self.mutex = threading.Lock()
         self.digests: dict[int, set[str]] = {}
         self.end_at = 10**6
+        self.after_step: Callable[[nn.Module], None] = lambda _model: None
+        self.make_model: Callable[[], nn.Module] = make_model
+        self.old = ("old 1", "old 2")
 
     def run(self, name: str, each_step: Callable[[Manager, bool], None] | None = None, **keywords: Any) -> Manager:
         manager = make_manager(self.address, name, **keywords)
@@ -50,7 +62,7 @@ class Job:
 
     def _train(self, manager: Manager, each_step: Callable[[Manager, bool], None] | None) -> None:
         generator = torch.Generator().manual_seed(len(manager.replica_id()))
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4))
+        model = self.make_model()
         optimizer = self.kind(model.parameters(), **self.keywords)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
         manager.register("model", model)
@@ -58,7 +70,10 @@ class Job:
         manager.register("schedule", schedule)
         manager.attach(optimizer)
         while manager.current_step() < self.end_at:
-            manager.start_quorum()
+            try:
+                manager.start_quorum()
+            except InterruptionError:
+                continue
             model(torch.randn(8, WIDTH, generator=generator)).square().mean().backward()
             for module in model.modules():
                 if isinstance(module, nn.BatchNorm1d):
@@ -67,6 +82,7 @@ class Job:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             if manager.should_commit():
                 optimizer.step()
+                self.after_step(model)
                 optimizer.zero_grad()
                 schedule.step()
                 is_whole = manager.is_participating()
@@ -146,7 +162,8 @@ def join(
             return fetch(self, *args, **options)
 
         patch.setattr(HTTPTransport, "fetch", held_fetch)
-        manager = run_replicas(lambda: job.run("old 1", old), lambda: job.run("old 2"), newcomer)[2]
+        others = [partial(job.run, name, old) for name in job.old]
+        manager = run_replicas(*others, newcomer)[-1]
     assert len(active) >= 5
     assert all(len(each) == 1 for each in job.digests.values())
     assert max(job.digests) >= job.end_at - 1
@@ -219,6 +236,75 @@ def test_if_a_recorded_step_is_made_differently_the_comparison_finds_it_and_it_h
     assert len(passive) >= 5
     (record,) = records_of(manager)
     assert "abandoned" in record.notes["replay"]
+
+
+def test_one_other_survives_a_difference(job: Job) -> None:
+    """What changes weights after a step is not replayed."""
+    job.old = ("old 1",)
+    job.after_step = clamp
+    manager, passive, _ = join(job, lambda: job.gate.wait("fetch"))
+    assert len(passive) >= 5
+    (record,) = records_of(manager)
+    assert "abandoned" in record.notes["replay"]
+
+
+@torch.no_grad()
+def clamp(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.clamp_(-0.01, 0.01)
+
+
+def test_after_an_interruption_of_its_beginning_it_heals(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    init, interrupted = Replay.__init__, []
+
+    def interrupt(self: Replay, *args: Any) -> None:
+        if not interrupted:
+            interrupted.append(True)
+            raise InterruptionError
+        init(self, *args)
+
+    monkeypatch.setattr(Replay, "__init__", interrupt)
+    _, passive, _ = join(job, lambda: None)
+    assert interrupted
+    assert not passive
+
+
+class Counting(nn.Linear):
+    """Has state that is no tensor."""
+
+    num_calls = 0
+
+    def get_extra_state(self) -> int:
+        return self.num_calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.num_calls = state
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: nn.Sequential(Counting(WIDTH, 4)), "the module 'model' has state functions of its own"),
+        (lambda: nn.Sequential(Renormalising(), nn.Linear(4, 4)), "more than its step changes parameters"),
+    ],
+)
+def test_what_steps_do_not_explain_is_not_replayed(job: Job, make: Callable[[], nn.Module], reason: str) -> None:
+    job.make_model = make
+    manager, passive, _ = join(job, lambda: None)
+    assert not passive
+    (record,) = records_of(manager)
+    assert reason in record.notes["replay"]
+
+
+class Renormalising(nn.Module):
+    """Changes its weights in ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4, max_norm=0.5)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.embedding(inputs[:, 0].abs().long() % 8)  # type: ignore[no-any-return]
 
 
 class OwnAdamW(torch.optim.AdamW):

@@ -123,6 +123,38 @@ def test_only_an_equal_digest_makes_it_count(own: Claim, role: type, num_partici
     assert found["a"].compares_next == (role is Follows)
 
 
+@pytest.mark.parametrize("num_newcomers", [1, 2])
+def test_after_a_difference_its_digest_has_no_vote_either(num_newcomers: int) -> None:
+    other = Claim(step=7, lineage="l", tensors="t", digest="another")
+    partial = [
+        structs.replace(member(f"n{number}", step=NO_WHOLE_STATE, claim=other), lineage="l")
+        for number in range(num_newcomers)
+    ]
+    found = decisions(member("a", claim=CLAIM), *partial, rules=Rules(min_replica_size=1))
+    assert isinstance(found["a"].role, UpToDate)
+    assert {type(found[each.replica_id].role) for each in partial} == {Heals}
+    assert {each.step for each in found.values()} == {7}
+
+
+def test_if_too_few_others_are_left_it_heals() -> None:
+    for following in (Following.RECORDS, Following.CAUGHT_UP, Following.COMPARES):
+        found = decisions(member("a"), member("n", following))
+        role = found["n"].role
+        assert isinstance(role, Heals)
+        assert not role.is_following
+        assert found["a"].num_participants == 2
+
+
+def test_a_verified_one_serves_nobody_at_that_boundary() -> None:
+    members = [member("a", claim=CLAIM), member("m", step=0, lineage=""), member("n", Following.COMPARES, claim=CLAIM)]
+    found = decisions(*members, rules=Rules(min_replica_size=1))
+    assert found["n"].role == UpToDate(serves_now=(), serves_next=())
+    assert found["a"].role == UpToDate(serves_now=("m",), serves_next=())
+    role = found["m"].role
+    assert isinstance(role, Heals)
+    assert [source.replica_id for source in role.sources] == ["a"]
+
+
 def test_its_digest_has_no_vote_against_a_single_other() -> None:
     other = Claim(step=7, lineage="l", tensors="t", digest="another")
     found = decisions(

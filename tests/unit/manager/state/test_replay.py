@@ -109,17 +109,29 @@ def test_a_backward_in_progress_goes_on_while_steps_are_made() -> None:
     loss.backward()  # no "modified by an inplace operation"
 
 
-def test_gradients_in_a_bucket_are_copied_and_others_taken_over() -> None:
-    parameters = [nn.Parameter(torch.zeros(4)) for _ in range(3)]
+def test_gradients_are_copied_and_given_back_after_the_step() -> None:
+    parameters = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
     optimizer = torch.optim.SGD(parameters, lr=1.0)
-    bucket, own = torch.ones(8), torch.ones(4)
-    parameters[0].grad, parameters[1].grad, parameters[2].grad = bucket[:4], bucket[4:], own
+    bucket = torch.ones(8)
+    parameters[0].grad, parameters[1].grad = views = bucket[:4], bucket[4:]
     replay = Replay([optimizer], MANY)
     replay.record(optimizer)
+    assert parameters[0].grad is parameters[1].grad is None
+    replay.give_back()
+    assert all(each.grad is view for each, view in zip(parameters, views, strict=True))
     bucket.fill_(7)  # The next step reduces into the same memory.
-    recorded = replay._records[0].gradients
-    assert [each.tolist() for each in recorded.values()] == [[1.0] * 4] * 3
-    assert recorded[2].data_ptr() == own.data_ptr()
+    assert [each.tolist() for each in replay._records[0].gradients.values()] == [[1.0] * 4] * 2
+
+
+def test_sparse_gradients_and_later_optimizers_are_refused() -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ReplayRefusedError, match="sparse"):
+        Replay([optimizer], MANY).record(optimizer)
+    assert embedding.weight.grad is not None
+    with pytest.raises(ReplayRefusedError, match="was attached after the first step"):
+        Replay([], MANY).record(optimizer)
 
 
 def test_more_bytes_than_allowed_are_refused_and_steps_that_were_made_need_none() -> None:
@@ -170,6 +182,16 @@ def test_what_optimizers_may_not_explain_is_refused() -> None:
     state = state_with(sgd, model)
     state.attach((torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1),), every_commit=True)
     assert "the state of SGD is not registered" in refusal_of(state)
+    state = state_with(sgd, model)
+    state.registry.register_object("other", torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "an optimizer is registered, but not attached" in refusal_of(state)
+    state = state_with(hooked := torch.optim.SGD(model.parameters(), lr=0.1), model)
+    hooked.register_step_post_hook(lambda *_: None)
+    assert "SGD has step hooks" in refusal_of(state)
+    fused = torch.optim.AdamW(model.parameters(), fused=True)
+    state = state_with(fused, model)
+    state.registry.register_object("scaler", torch.amp.GradScaler("cpu"))
+    assert "the gradient scaler passes values to AdamW" in refusal_of(state)
     state = state_with(sgd, model)
     state.registry.register("again", lambda _state: None, lambda: {"weights": list(model.parameters())})
     assert "the state function of 'again' returns tensors of an attached optimizer" in refusal_of(state)
