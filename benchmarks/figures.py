@@ -15,7 +15,7 @@ from benchmarks.fetch import VERIFIED
 from benchmarks.goodput import GOODPUT, NEXT
 from benchmarks.keep import BACK, PAUSE
 from benchmarks.options import Benchmark
-from benchmarks.picture import goodput_picture
+from benchmarks.picture import expected_picture, goodput_picture
 from benchmarks.report import Direction, Figure, Group, Role, Verdict
 
 _ROOT: Final = Path(__file__).resolve().parent.parent
@@ -23,6 +23,7 @@ LINES: Final = _ROOT / "benchmarks" / "figures.jsonl"
 RESULTS: Final = _ROOT / "benchmarks" / "RESULTS.md"
 README: Final = _ROOT / "README.md"
 PICTURE: Final = _ROOT / "docs" / "goodput.svg"
+EXPECTED_PICTURE: Final = _ROOT / "docs" / "expected-goodput.svg"
 _README_TABLE: Final = re.compile(r"(?<=<!-- figures -->\n).*?(?=<!-- end of figures -->)", re.DOTALL)
 _HEADER: Final = """# Results
 
@@ -208,8 +209,9 @@ def _badness(line: Line) -> float:
 
 
 def write_pages(benchmarks: Iterable[Benchmark]) -> None:
-    """Writes RESULTS.md, the table of README.md, and the picture above it."""
+    """Writes RESULTS.md, the table of README.md, and the pictures above it."""
     lines = newest()
     RESULTS.write_text(results_page(benchmarks, lines), encoding="utf-8")
     README.write_text(with_table(README.read_text(encoding="utf-8"), lines), encoding="utf-8")
     PICTURE.write_text(goodput_picture(lines), encoding="utf-8")
+    EXPECTED_PICTURE.write_text(expected_picture(), encoding="utf-8")

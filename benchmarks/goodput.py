@@ -36,7 +36,7 @@ RESTART: Final = Named("restart from a checkpoint of DCP", "other")
 _STATE_BYTES: Final = 200_000_000
 _SMALL_BYTES: Final = 100_000
 _ADAPTER_SHARE: Final = 0.01
-_START_S: Final = 60.0
+_START_S: Final = 150.0
 _UNDISTURBED_S: Final = 5.0
 _KILL_S: Final = 1.0
 """In this time after a kill, the others notice it; a restarted replica joins later."""
@@ -174,7 +174,7 @@ def run_job(variant: ManagerVariant | Named, scenario: Scenario, options: Option
                 told = Start(name=name, address=next(addresses), is_restart=is_restart)
                 return Child(train_with_checkpoints, job, told, directory)
 
-        fleet = _Fleet(start, [str(number) for number in range(scenario.num_replicas)])
+        fleet = Fleet(start, [str(number) for number in range(scenario.num_replicas)])
         stack.callback(fleet.close)
         return fleet.run(scenario, restarts_all=not isinstance(variant, ManagerVariant))
 
@@ -185,7 +185,7 @@ def _free_address() -> str:
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
-class _Fleet:
+class Fleet:
     """The replicas of one run."""
 
     def __init__(self, start: Callable[..., Child], names: Sequence[str]) -> None:
@@ -196,7 +196,7 @@ class _Fleet:
     def run(self, scenario: Scenario, *, restarts_all: bool) -> History:
         history, names = self._history, list(self._children)
         deadline_s = time.monotonic() + _START_S
-        while not all(len(commits) > 2 for commits in history.commits.values()):
+        while not all(sum(each.contributed for each in commits) > 2 for commits in history.commits.values()):
             if time.monotonic() > deadline_s:
                 raise RuntimeError(f"expected all replicas to train within {_START_S:.0f} s")
             self._take_until(time.monotonic())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import shutil
 import time
 from dataclasses import dataclass
@@ -55,10 +56,21 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """A commit of one replica: the committed step, and when, on the monotonic clock of the machine."""
+    """A commit of one replica.
+
+    Attributes:
+        step: The committed step.
+        at_s: When, on the monotonic clock of the machine.
+        contributed: Whether the replica contributed to the step.
+        began_s: When the replica began to ask for its first quorum.
+        rss_bytes: The largest memory of the process so far.
+    """
 
     step: int
     at_s: float
+    contributed: bool = True
+    began_s: float = 0.0
+    rss_bytes: int = 0
 
 
 class PacedTraining(Training):
@@ -80,10 +92,19 @@ def train(channel: Channel, variant: ManagerVariant, job: Job, start: Start) -> 
     time.sleep(START_S if start.is_restart else 0.0)
     training = PacedTraining(job.model, job.step_s)
     loop = variant.make(training, start.name, start.address)
+    began_s = time.monotonic()
     while True:
         _, is_committed = step_once(training, loop)
         if is_committed:
-            channel.say(Commit(step=loop.current_step(), at_s=time.monotonic()))
+            channel.say(
+                Commit(
+                    step=loop.current_step(),
+                    at_s=time.monotonic(),
+                    contributed=loop.is_participating(),
+                    began_s=began_s,
+                    rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+                )
+            )
 
 
 def train_with_checkpoints(channel: Channel, job: Job, start: Start, directory: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -13,6 +15,10 @@ from benchmarks.replicas.training import Training
 from benchmarks.report import Role
 from benchmarks.transports import TIMEOUT, our_transport
 
+_REPLAY_BYTES: Final = 16 << 30
+_SLOW_BYTES_PER_S: Final = 200_000_000
+_NO_LIMITS: Final[Mapping[str, int]] = {}
+
 
 class Loop(Protocol):
     """What a training loop calls."""
@@ -21,6 +27,7 @@ class Loop(Protocol):
     def allreduce(self, tensor: torch.Tensor) -> Any: ...
     def should_commit(self) -> bool: ...
     def current_step(self) -> int: ...
+    def is_participating(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +68,9 @@ class _NoManager:
     def current_step(self) -> int:
         return self._step
 
+    def is_participating(self) -> bool:
+        return True
+
 
 def join_at_once() -> None:
     """Let managers of this process receive a state in the quorum only, and none before it."""
@@ -69,11 +79,15 @@ def join_at_once() -> None:
     Membership.running_members = lambda _self: ()  # type: ignore[method-assign]
 
 
-def _ours(training: Training, name: str, lighthouse: str) -> Loop:
+def _ours(
+    training: Training, name: str, lighthouse: str, limits: Mapping[str, int] = _NO_LIMITS, **settings: Any
+) -> Loop:
+    from ft_transport import Limits
     from manager import Manager, ManagerConfig
 
-    config = ManagerConfig(min_replica_size=1, replica_id=name, timeout=TIMEOUT, lighthouse_addr=lighthouse)
-    manager = Manager(config=config, checkpoint_transport=our_transport())
+    transport = our_transport(limits=Limits(**limits))
+    config = ManagerConfig(min_replica_size=1, replica_id=name, timeout=TIMEOUT, lighthouse_addr=lighthouse, **settings)
+    manager = Manager(config=config, checkpoint_transport=transport)
     # Nothing but the attached optimizer changes it, and that inside write sections.
     manager.register("model", training.model, is_stable=True)
     manager.register("optimizer", training.optimizer)
@@ -127,9 +141,21 @@ def _ours_at_once(training: Training, name: str, lighthouse: str) -> Loop:
     return _ours(training, name, lighthouse)
 
 
+def slow(variant: ManagerVariant) -> ManagerVariant:
+    """One of ours whose replicas send at most 200 MB/s."""
+    make = functools.partial(variant.make, limits={"max_send_bytes_per_s": _SLOW_BYTES_PER_S})
+    return dataclasses.replace(variant, make=make)
+
+
 OURS: Final = ManagerVariant(name="ft_transport", role="ours", make=_ours, record=record_ours)
 OURS_AT_ONCE: Final = ManagerVariant(
     name="ours, all in the quorum", role="other", make=_ours_at_once, record=record_ours
+)
+OURS_FOLLOWING: Final = ManagerVariant(
+    name="ft_transport, newcomers follow",
+    role="ours",
+    make=functools.partial(_ours, replay_bytes=_REPLAY_BYTES),
+    record=record_ours,
 )
 TORCHFT: Final = ManagerVariant(name="torchft", role="peer", make=_torchft, record=record_torchft)
 NO_MANAGER: Final = ManagerVariant(
