@@ -167,10 +167,11 @@ class Follower(StateObserver):
         logger.warning("%s: no longer follows the other replicas, and heals: %s", self._participant.name, reason)
         if self._participant.healing is not None:
             self._participant.healing.note(replay=f"abandoned: {reason}")
+        # First, in case a signal handler raises below.
+        self._state.mark_partial(self._state.step, f"it followed the other replicas, until {reason}")
         if self._job is not None:
             self._job.exception()  # It writes into the tensors.
         self._end()
-        self._state.mark_partial(self._state.step, f"it followed the other replicas, until {reason}")
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Record the step that an optimizer is about to make, and leave it empty."""
