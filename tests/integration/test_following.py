@@ -116,6 +116,7 @@ def join(
     *,
     replay_bytes: int = 1 << 20,
     num_passive: int = 5,
+    are_equal: bool = True,
 ) -> tuple[Manager, list[int], list[int]]:
     """Let a newcomer join two replicas; all end some steps after it has begun to contribute.
 
@@ -125,6 +126,7 @@ def join(
         during: Called after each step that the newcomer makes without contributing.
         replay_bytes: The newcomer's setting.
         num_passive: Number of such steps after which the gate ``fetch`` opens.
+        are_equal: Whether the replicas have equal states at equal steps.
 
     Returns:
         The newcomer's manager, and the steps before which it did not contribute, and did.
@@ -165,7 +167,7 @@ def join(
         others = [partial(job.run, name, old) for name in job.old]
         manager = run_replicas(*others, newcomer)[-1]
     assert len(active) >= 5
-    assert all(len(each) == 1 for each in job.digests.values())
+    assert not are_equal or all(len(each) == 1 for each in job.digests.values())
     assert max(job.digests) >= job.end_at - 1
     return manager, passive, active
 
@@ -241,7 +243,7 @@ def test_if_a_recorded_step_is_made_differently_the_comparison_finds_it_and_it_h
 def test_one_other_survives_a_difference(job: Job) -> None:
     """What changes weights after a step is not replayed."""
     job.old = ("old 1",)
-    job.after_step = clamp
+    job.after_step = decay
     manager, passive, _ = join(job, lambda: job.gate.wait("fetch"))
     assert len(passive) >= 5
     (record,) = records_of(manager)
@@ -249,9 +251,9 @@ def test_one_other_survives_a_difference(job: Job) -> None:
 
 
 @torch.no_grad()
-def clamp(model: nn.Module) -> None:
+def decay(model: nn.Module) -> None:
     for parameter in model.parameters():
-        parameter.clamp_(-0.01, 0.01)
+        parameter.mul_(0.99)
 
 
 def test_after_an_interruption_of_its_beginning_it_heals(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +292,8 @@ class Counting(nn.Linear):
 )
 def test_what_steps_do_not_explain_is_not_replayed(job: Job, make: Callable[[], nn.Module], reason: str) -> None:
     job.make_model = make
-    manager, passive, _ = join(job, lambda: None)
+    # Each replica renormalises the rows of its own batches.
+    manager, passive, _ = join(job, lambda: None, are_equal="module" in reason)
     assert not passive
     (record,) = records_of(manager)
     assert reason in record.notes["replay"]
