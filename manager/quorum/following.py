@@ -34,7 +34,7 @@ from manager.lifecycle import OwnedExecutor
 from manager.quorum.decision import Decision, Heals
 from manager.quorum.quorum_round import Participant, format_error
 from manager.quorum.reports import Following
-from manager.snapshots.state_parts import is_plain_module
+from manager.snapshots.state_parts import has_torch_state
 from manager.state.optimizer_guard import StateObserver
 from manager.state.optimizer_states import Memory, memory_at, memory_of, memory_of_optimizers
 from manager.state.parameter_order import MANAGER_KEY, USER_KEY
@@ -234,7 +234,7 @@ class Follower(StateObserver):
         """Make sure that modules have no state but tensors, and that nothing but a step changes their parameters."""
         state, copier = self._state, self._participant.snapshots.copier
         for key, module in state.registry.holders(torch.nn.Module).items():
-            if not all(map(is_plain_module, module.modules())):
+            if not all(map(has_torch_state, module.modules())):
                 raise ReplayRefusedError(f"the module {key!r} has state functions of its own")
         optimizers = state.optimizers()
         if memory_of_optimizers(optimizers) - copier.guarded(optimizers):

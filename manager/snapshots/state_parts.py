@@ -190,14 +190,22 @@ def _kind_of(entry: StateEntry, optimizers: Sequence[Optimizer]) -> nn.Module | 
 
 
 def is_plain_module(module: nn.Module) -> bool:
-    """Return whether the state of a module, without its children, is its tensors and nothing else."""
+    """Return whether the state of a module, without its children, is its live tensors and nothing else."""
+    return has_torch_state(module) and not (module._state_dict_hooks or module._state_dict_pre_hooks)
+
+
+def has_torch_state(module: nn.Module) -> bool:
+    """Return whether the state of a module, without its children, is that of torch: no functions of a user make it.
+
+    FSDP2's hooks, which exist after the first ``forward``, only put the sharded parameters into their places.
+    """
     kind = type(module)
+    hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())
     return (
         kind.state_dict is nn.Module.state_dict
         and kind._save_to_state_dict is nn.Module._save_to_state_dict
         and kind.get_extra_state is nn.Module.get_extra_state
-        and not module._state_dict_hooks
-        and not module._state_dict_pre_hooks
+        and all(str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp") for hook in hooks)
     )
 
 

@@ -104,20 +104,21 @@ class Fleet:
             self.kill(replica)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--joins", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    chosen = random.Random(options.seed)
-    num_joins = 0
+def run(least_deaths: int, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Kill so many replicas at least.
+
+    Returns:
+        The reports of all joins, and of those newcomers that followed to the end.
+    """
+    chosen = random.Random(seed)
+    num_deaths = 0
     with tempfile.TemporaryDirectory() as directory, lighthouse(1) as address:
         fleet = Fleet(Path(directory), address)
         try:
             for name in NAMES:
                 fleet.start(name)
             fleet.wait_until_all_contribute(dict.fromkeys(NAMES, 0))
-            while num_joins < options.joins:
+            while num_deaths < least_deaths:
                 victim, other = chosen.sample(NAMES, 2)
                 died = [victim]
                 fleet.kill(victim)
@@ -129,15 +130,24 @@ def main() -> None:
                     fleet.kill(died[-1])
                     fleet.start(died[-1])
                 fleet.wait_until_all_contribute({name: len(fleet.boundaries(name)) for name in NAMES})
-                num_joins += len(died)
+                num_deaths += len(died)
                 fleet.check()
                 joined = [each for name in NAMES for each in fleet.reports(name) if each["event"] == "joined"]
                 followed = [each for each in joined if each.get("replay", "").startswith("followed")]
-                print(f"{num_joins} deaths, {len(joined)} joins, {len(followed)} followed to the end", flush=True)
-            reasons = Counter(each.get("replay", "no note") for each in joined if each not in followed)
-            print("the others healed:", *(f"{number} × {reason}" for reason, number in reasons.items()), sep="\n  ")
+                print(f"{num_deaths} deaths, {len(joined)} joins, {len(followed)} followed to the end", flush=True)
         finally:
             fleet.close()
+    return joined, followed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--joins", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    joined, followed = run(options.joins, options.seed)
+    reasons = Counter(each.get("replay", "no note") for each in joined if each not in followed)
+    print("the others healed:", *(f"{number} × {reason}" for reason, number in reasons.items()), sep="\n  ")
 
 
 if __name__ == "__main__":
