@@ -208,11 +208,17 @@ class Follower(StateObserver):
             self.failed("another state was loaded")
 
     def close(self, *, wait: bool) -> None:
-        """End the thread.
+        """End the thread, and warn if this replica never had the state.
 
         Args:
             wait: Whether to wait for a transfer in progress.
         """
+        if self.following is not Following.NO:
+            logger.error(
+                "%s: this replica ends before it has the state: its weights are not those of this step. Do not save "
+                "them, and check manager.is_participating() after the loop",
+                self._participant.name,
+            )
         if self._pool is not None:
             self._pool.shutdown(wait=wait)
 
@@ -226,7 +232,9 @@ class Follower(StateObserver):
             others = memory_of([content]) - held
         num_bytes, num_other_bytes = (sum(length for _, _, length in each) for each in (held, others))
         if num_bytes < _LEAST_BYTES:
-            raise ReplayRefusedError(f"the optimizers' tensors have only {num_bytes} bytes")
+            raise ReplayRefusedError(
+                f"the optimizers' tensors have {num_bytes} bytes, weights and present states, less than {_LEAST_BYTES}"
+            )
         if num_other_bytes > _MAX_REST_BYTES:
             raise ReplayRefusedError(f"{num_other_bytes} bytes of the state belong to no optimizer")
 
