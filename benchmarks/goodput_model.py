@@ -50,7 +50,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What a death costs.
+    """The costs of a death.
 
     Attributes:
         death_s: How long the others stand still after a death, repeated work included.
@@ -118,7 +118,7 @@ def simulated(job: Job, costs: Costs, *, num_deaths: int, seed: int) -> float:
 
     Args:
         job: The job.
-        costs: What a death costs.
+        costs: The costs of a death.
         num_deaths: Length of the run.
         seed: Of the random times of deaths.
     """

@@ -12,6 +12,7 @@ then differs from theirs, so it heals like a replica that is behind.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -237,18 +238,22 @@ def decide(
             for member in ordered
             if member.replica_id in standing_by and member.may_heal and member.replica_id not in unfit
         )
-        may_lend = followers.beginning.isdisjoint(healing)
-        serves_now = () if own_id in followers.verified else tuple(healing)  # It took no snapshot at this boundary.
-        role = UpToDate(serves_now=serves_now, serves_next=waiting, may_lend=may_lend)
+        # A verified replica took no snapshot at this boundary.
+        now = () if own_id in followers.verified else tuple(healing)
+        role = UpToDate(serves_now=now, serves_next=waiting, may_lend=followers.beginning.isdisjoint(healing))
     elif own_id in unfit:
         role = DoesNotFit(holder=holders[0], parts=unfit[own_id])
     elif own_id in followers.recording:
         role = Follows()
     elif sources[own_id]:
-        first = healing.index(own_id) + group_rank + num_failed_heals
-        receivers = tuple(each for each in ordered if each.replica_id in {*healing} - followers.passive)
         is_following = own_id in followers.passive
-        role = Heals(sources=_rotated(sources[own_id], first), receivers=receivers, is_following=is_following)
+        # Newcomers that follow come one by one, and read for many steps.
+        place = zlib.crc32(own_id.encode()) if is_following else healing.index(own_id)
+        together = {*healing} - followers.passive
+        receivers = tuple(each for each in ordered if each.replica_id in together)
+        found = sources[own_id]
+        first = (place + group_rank + num_failed_heals) % len(found)
+        role = Heals(sources=found[first:] + found[:first], receivers=receivers, is_following=is_following)
     else:
         own = next(member for member in ordered if member.replica_id == own_id)
         role = StandsBy(announced_to=frozenset(holding), may_heal=own.may_heal)
@@ -393,8 +398,3 @@ def _group_key(joined: Sequence[Member]) -> str:
     if len(keys) == 1 and (key := next(iter(keys))).startswith(prefix):
         return key
     return prefix + digest_of([(member.replica_id, member.num_groups, member.group) for member in joined])
-
-
-def _rotated(sources: tuple[Member, ...], first: int) -> tuple[Member, ...]:
-    start = first % len(sources)
-    return sources[start:] + sources[:start]

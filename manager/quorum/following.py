@@ -108,7 +108,7 @@ class Follower(StateObserver):
 
     @property
     def must_wait(self) -> bool:
-        """Whether this replica cannot heal yet, because a transfer still writes into its tensors."""
+        """Whether a transfer still writes into the tensors, so that a heal has to wait."""
         return self._job is not None and not self._has_base and not self._job.done()
 
     def receive(self, decision: Decision, role: Heals) -> tuple[str, ...]:

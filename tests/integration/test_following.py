@@ -261,7 +261,7 @@ def test_a_loop_that_ends_before_it_has_the_state_is_told(job: Job, caplog: pyte
 
 
 def test_one_other_survives_a_difference(job: Job) -> None:
-    """What changes weights after a step is not replayed."""
+    """A change of the weights after a step is not replayed."""
     job.old = ("old 1",)
     job.after_step = decay
     manager, passive, _ = join(job, lambda: job.gate.wait("fetch"))

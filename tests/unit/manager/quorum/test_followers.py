@@ -54,6 +54,16 @@ def test_a_newcomer_that_would_follow_receives_without_contributing() -> None:
     assert found["a"].role == UpToDate(serves_now=("n",), serves_next=(), may_lend=False)
 
 
+def test_newcomers_that_come_one_by_one_begin_with_different_sources() -> None:
+    first = set()
+    for number in range(20):
+        alone = structs.replace(newcomer(), replica_id=f"n{number}")
+        role = decide([member("a"), member("b"), alone], alone.replica_id, RULES).role
+        assert isinstance(role, Heals)
+        first.add(role.sources[0].replica_id)
+    assert first == {"a", "b"}
+
+
 def test_one_that_has_the_state_already_is_no_follower() -> None:
     found = decisions(member("a"), member("b"), member("n", Following.WOULD))
     assert {each.num_participants for each in found.values()} == {3}
