@@ -49,6 +49,9 @@ class Job:
         self.num_notes: list[int] = []
         self.lost_steps: list[int] = []
         self.host_of: dict[int, str] = {}
+        self.shared_kib = shared_memory_kib()
+        self.most_descriptors = 0
+        self.most_own_kib = 0
 
     def notes(self, rank: int) -> list[list[str]]:
         path = self.directory / f"{rank}.txt"
@@ -123,6 +126,23 @@ class Job:
         for host in set(self.host_of.values()):
             self.lose(host)
 
+    def measure_keepers(self) -> None:
+        """Note the most descriptors of a keeper, and its most memory beside the snapshots."""
+        for keeper in find_keepers():
+            with suppress(OSError):
+                process = Path(f"/proc/{keeper.pid}")
+                self.most_descriptors = max(self.most_descriptors, len(list((process / "fd").iterdir())))
+                self.most_own_kib = max(self.most_own_kib, kib_of(process / "status", "RssAnon:"))
+
+    def report_leaks(self) -> None:
+        """Print what the keepers used, and what is left of them after `close`."""
+        _wait_until("the keepers end", lambda: not find_keepers())
+        grown_kib = shared_memory_kib() - self.shared_kib
+        print(
+            f"keepers: at most {self.most_descriptors} descriptors and {self.most_own_kib / 1024:.0f} MB of their own; "
+            f"afterwards none, {grown_kib} KiB more shared memory on this host"
+        )
+
     def copied_step(self, rank: int) -> int:
         """The newest step of another rank that this rank holds in its present life; 0 for none."""
         addresses = [words[1] for words in self.notes(rank)[self.num_notes[rank] :] if words[0] == "at"]
@@ -149,6 +169,14 @@ class Job:
                     assert digests.setdefault(words[0], words[1]) == words[1], f"rank {rank}: step {words[0]} differs"
 
 
+def kib_of(file: Path, name: str) -> int:
+    return next(int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith(name))
+
+
+def shared_memory_kib() -> int:
+    return kib_of(Path("/proc/meminfo"), "Shmem:")
+
+
 def run(num_ranks: int, num_kills: int, keep_every: int, seed: int, num_hosts: int = 1) -> Job:
     chosen = random.Random(seed)
     with tempfile.TemporaryDirectory() as directory:
@@ -166,6 +194,7 @@ def run(num_ranks: int, num_kills: int, keep_every: int, seed: int, num_hosts: i
                         job.wait()
                         time.sleep(chosen.uniform(0, 0.3))
                     is_copied = num_hosts > 1 and all(job.copied_step(rank) > 0 for rank in range(num_ranks))
+                    job.measure_keepers()
                     job.kill()
                 if is_copied and chosen.random() < 0.7:
                     lost = chosen.choice(hosts)
@@ -182,6 +211,7 @@ def run(num_ranks: int, num_kills: int, keep_every: int, seed: int, num_hosts: i
             print(f"{what}: step {job.newest_step(0)}, at most {lost_steps} steps lost")
         finally:
             job.close()
+        job.report_leaks()
     return job
 
 
@@ -214,6 +244,7 @@ def run_under_torchrun(num_ranks: int, num_kills: int, keep_every: int, seed: in
                 ranks = _children_of(launcher.pid)
                 time.sleep(chosen.uniform(0, within_s))
                 job.host_of |= dict.fromkeys(ranks, ".")
+                job.measure_keepers()
                 for rank in chosen.choice([ranks, ranks[:1], ranks[1:]]):
                     os.kill(rank, signal.SIGKILL)
                 _wait_until("torchrun ends the ranks", lambda ended=ranks: not {*ended} & {*_children_of(launcher.pid)})
@@ -221,15 +252,19 @@ def run_under_torchrun(num_ranks: int, num_kills: int, keep_every: int, seed: in
             job.wait()
             job.check()
             seconds = sorted(itertools.chain.from_iterable(map(job.resume_seconds, range(num_ranks))))
+            num_beyond = sum(lost > keep_every for lost in job.lost_steps)
             print(
                 f"{num_ranks} ranks, {num_kills} kills by torchrun: step {job.newest_step(0)}, at most "
-                f"{max(job.lost_steps)} steps lost, ranks resumed {len(seconds)} times in "
+                f"{max(job.lost_steps)} steps lost, more than {keep_every} in {num_beyond} of {len(job.lost_steps)} "
+                f"lives, ranks resumed {len(seconds)} times in "
                 f"{statistics.median(seconds):.2f} s (median; {seconds[0]:.2f} to {seconds[-1]:.2f})"
             )
         finally:
+            job.host_of |= dict.fromkeys(_children_of(launcher.pid), ".")
             launcher.terminate()
             launcher.wait()
             job.close()
+        job.report_leaks()
 
 
 def _wait_until(what: str, condition: Callable[[], bool]) -> None:
