@@ -280,6 +280,10 @@ class StateServer:
         finally:
             self._cache.retire(snapshot.snapshot_id, even_if_needed=True)
 
+    def is_full(self) -> bool:
+        """Return whether receivers still read the maximum number of snapshots, so that `take` would fail."""
+        return self._cache.is_full()
+
     def newest_sequence(self) -> int:
         """Return the number of snapshots that were published so far."""
         return self._cache.newest_sequence()

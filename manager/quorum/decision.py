@@ -56,12 +56,14 @@ class UpToDate:
     Attributes:
         serves_now: The ids of replicas that heal from this replica at this step boundary.
         serves_next: The ids of replicas that heal from this replica at the next step boundary.
+        following: The ids of those served now that follow: no replica waits for them.
         may_lend: Whether the snapshot for them may be the memory itself. If one of them begins to follow, it reads for
             several steps.
     """
 
     serves_now: tuple[str, ...]
     serves_next: tuple[str, ...]
+    following: frozenset[str] = frozenset()
     may_lend: bool = True
 
 
@@ -92,11 +94,13 @@ class StandsBy:
 
     Attributes:
         announced_to: The ids of replicas that take a snapshot for this replica at the next step boundary.
+        awaits_receivers: Whether one of these replicas can take no snapshot before its other receivers have ended.
         may_heal: Whether every rank of the replica can still heal in this step. If not, the replica asks for no further
             quorum in this step.
     """
 
     announced_to: frozenset[str]
+    awaits_receivers: bool = False
     may_heal: bool
 
 
@@ -206,8 +210,7 @@ def decide(
         )
     divergence = _find_divergence(voters)
     if divergence is not None and not divergence.majority:
-        is_of_hyperparameters = divergence.compared == "hyperparameters"
-        kind = HyperparametersDivergedError if is_of_hyperparameters else StatesDivergedError
+        kind = HyperparametersDivergedError if divergence.compared == "hyperparameters" else StatesDivergedError
         raise kind(
             step=divergence.step,
             replicas=tuple(sorted(divergence.replicas)),
@@ -232,15 +235,18 @@ def decide(
     if rules.world_size_mode is WorldSizeMode.FIXED_WITH_SPARES:
         participants = participants[: rules.min_replica_size]
     role: Role
+    own = next(member for member in ordered if member.replica_id == own_id)
     if own_id in holding:
-        waiting = tuple(
-            member.replica_id
-            for member in ordered
-            if member.replica_id in standing_by and member.may_heal and member.replica_id not in unfit
+        may_heal = {member.replica_id for member in ordered if member.may_heal and member.replica_id not in unfit}
+        waiting = tuple(name for name in standing_by if name in may_heal)
+        # A verified replica took no snapshot at this boundary, and a full one can take none.
+        now = () if own.is_full or own_id in followers.verified else tuple(healing)
+        role = UpToDate(
+            serves_now=now,
+            serves_next=waiting,
+            following=followers.passive.intersection(now),
+            may_lend=followers.beginning.isdisjoint(healing),
         )
-        # A verified replica took no snapshot at this boundary.
-        now = () if own_id in followers.verified else tuple(healing)
-        role = UpToDate(serves_now=now, serves_next=waiting, may_lend=followers.beginning.isdisjoint(healing))
     elif own_id in unfit:
         role = DoesNotFit(holder=holders[0], parts=unfit[own_id])
     elif own_id in followers.recording:
@@ -249,14 +255,13 @@ def decide(
         is_following = own_id in followers.passive
         # Newcomers that follow come one by one, and read for many steps.
         place = zlib.crc32(own_id.encode()) if is_following else healing.index(own_id)
-        together = {*healing} - followers.passive
-        receivers = tuple(each for each in ordered if each.replica_id in together)
+        receivers = tuple(each for each in ordered if each.replica_id in {*healing} - followers.passive)
         found = sources[own_id]
         first = (place + group_rank + num_failed_heals) % len(found)
         role = Heals(sources=found[first:] + found[:first], receivers=receivers, is_following=is_following)
     else:
-        own = next(member for member in ordered if member.replica_id == own_id)
-        role = StandsBy(announced_to=frozenset(holding), may_heal=own.may_heal)
+        awaits = any(holder.is_full for holder in holders)
+        role = StandsBy(announced_to=frozenset(holding), awaits_receivers=awaits, may_heal=own.may_heal)
     return Decision(
         step=holders[0].step,
         lineage=lineage,
@@ -325,11 +330,6 @@ def _check(ordered: Sequence[Member], own_id: str) -> None:
     sizes = {member.replica_id: len(member.addresses) for member in ordered}
     if len(set(sizes.values())) > 1:
         raise QuorumError(f"expected replicas with the same number of ranks, got {sizes}")
-    _check_rules(ordered)
-
-
-def _check_rules(ordered: Sequence[Member]) -> None:
-    """Refuse members with different rules."""
     common = set(ordered[0].rules).intersection(*(member.rules for member in ordered))
     differing = {
         member.replica_id: ", ".join(rule for rule in member.rules if rule not in common) or "none of these"

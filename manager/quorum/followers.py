@@ -83,4 +83,8 @@ def sources_of(member: Member, holders: Sequence[Member]) -> tuple[Member, ...]:
     """Return the holders from which ``member`` can heal at this step boundary."""
     if not member.may_heal:
         return ()
-    return tuple(holder for holder in holders if holder.can_serve or holder.replica_id in member.announced_to)
+    return tuple(
+        holder
+        for holder in holders
+        if not holder.is_full and (holder.can_serve or holder.replica_id in member.announced_to)
+    )

@@ -150,8 +150,8 @@ class QuorumFormation:
             raise
         healing = self._participant.healing
         if healing is not None:
-            # The last phase, which ends with the first commit.
-            healing.phase("first_step")
+            # The last phase, which ends with the first commit to which this replica contributes.
+            healing.phase("first_step" if self.follower.following is Following.NO else "follow")
             healing.leave()
         current.end_quorum(None)
 
@@ -186,7 +186,8 @@ class QuorumFormation:
                     self.follower.abandon(_OTHER_STATE)
                 if not self._may_wait_for_snapshot(request, decision, role):
                     return True
-                attempts.num_stand_bys += 1
+                # Receivers that are too slow are cut off by the source.
+                attempts.num_stand_bys += not role.awaits_receivers
                 if attempts.num_stand_bys > _MAX_STAND_BYS:
                     raise QuorumError(
                         f"{participant.name}: expected a snapshot of step {decision.step} from one of "
@@ -249,6 +250,7 @@ class QuorumFormation:
                 step=state.step if state.partial is None else NO_WHOLE_STATE,
                 lineage=state.lineage,
                 can_serve=can_serve,
+                is_full=participant.snapshots.is_full(),
                 # The thread of a transfer still writes into the tensors.
                 may_heal=request.may_heal and is_waiting and not self.follower.must_wait,
                 is_irregular=bool(participant.irregularity),

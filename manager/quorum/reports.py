@@ -82,6 +82,7 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
         group: Key of the sender's working process group; empty without one.
         num_groups: Number of process groups that the sender has begun to set up.
         can_serve: Whether the sender can take a snapshot of its present step boundary.
+        is_full: Whether the sender cannot take a snapshot now because receivers still read the maximum number of them.
         may_heal: Whether the sender heals in this quorum if it is behind. If not, a sender that is behind takes no part
             in the step.
         is_irregular: Whether an optimizer did not make exactly one step for the last commit.
@@ -97,6 +98,7 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
     group: str = ""
     num_groups: int = 0
     can_serve: bool = True
+    is_full: bool = False
     may_heal: bool = True
     is_irregular: bool = False
     claim: Claim = Claim()
@@ -170,6 +172,7 @@ def member_of(reports: Sequence[RankReport], **fields: Any) -> Member:
         group=groups.pop() if len(groups) == 1 else "",
         num_groups=sum(report.num_groups for report in reports),
         can_serve=all(report.can_serve for report in reports),
+        is_full=any(report.is_full for report in reports),
         may_heal=all(report.may_heal for report in reports),
         is_irregular=is_irregular,
         claim=_claim_of_group([report.claim for report in reports]),

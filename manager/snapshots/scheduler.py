@@ -190,6 +190,10 @@ class SnapshotScheduler(StateObserver):
             is_under_way = self._job is not None and self._held is None and self._job.epoch == self._requests.epoch
             return is_under_way or self._requests.published_epoch == self._requests.epoch
 
+    def is_full(self) -> bool:
+        """Return whether no snapshot of the last step boundary can be taken before receivers of others have ended."""
+        return self._server.is_full() and not self.shows_present_state()
+
     def settle(self) -> bool:
         """If a request is open, begin a snapshot of the boundary, and return true. Else let the state change again."""
         held: HeldBoundary | None = None

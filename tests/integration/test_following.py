@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from quorum_threads import Gate, lighthouse, make_manager, run_replicas
+from quorum_threads import Gate, lighthouse, loopback_transport, make_manager, run_replicas
 from torch import nn
 
-from ft_transport import HTTPTransport, PeerError, state_digest
+from ft_transport import HTTPTransport, Limits, PeerError, state_digest
 from ft_transport.telemetry.record import Record
 from manager import Manager, ManagerError
 from manager.quorum import following
@@ -98,10 +98,14 @@ class Job:
                 each_step(manager, manager.is_participating())
 
 
-def records_of(manager: Manager) -> list[Record]:
+def transport_of(manager: Manager) -> HTTPTransport[Any]:
     transport = manager._replica.transport
     assert transport is not None
-    return [each for each in transport.recorder.recent() if each.kind == "heal"]
+    return transport
+
+
+def records_of(manager: Manager) -> list[Record]:
+    return [each for each in transport_of(manager).recorder.recent() if each.kind == "heal"]
 
 
 @pytest.fixture
@@ -203,6 +207,43 @@ def test_its_state_can_neither_be_saved_nor_served_before_it_contributes(job: Jo
 
     join(job, lambda: job.gate.wait("fetch"), during)
     assert len(refused) >= 5
+
+
+def test_a_newcomer_waits_for_other_receivers_without_failed_steps_of_the_others(job: Job) -> None:
+    """Each source may have one snapshot, which another receiver reads for 15 steps."""
+    leases: dict[str, Any] = {}
+    failed: list[int] = []
+    joined_at: list[int] = []
+    before: dict[str, int] = {}
+
+    def old(manager: Manager, _is_whole: bool) -> None:
+        step, name = manager.current_step(), manager.replica_id()
+        if before.get(name) == step:
+            failed.append(step)
+        before[name] = step
+        if step == JOIN_AT:
+            manager.snapshot(step).result(timeout=10)
+            leases[name] = transport_of(manager).server.lease(step)
+            job.gate.open("join")
+        if step == JOIN_AT + 15:
+            leases.pop(name).release()
+
+    def newcomer() -> None:
+        job.gate.wait("join")
+
+        def step(manager: Manager, is_whole: bool) -> None:
+            joined_at.append(manager.current_step())
+            if is_whole:
+                job.end_at = min(job.end_at, manager.current_step() + 2)
+
+        job.run("newcomer", step, replay_bytes=1 << 20)
+
+    limits = Limits(max_snapshots=1)
+    replicas = [partial(job.run, name, old, checkpoint_transport=loopback_transport(limits=limits)) for name in job.old]
+    run_replicas(*replicas, newcomer)
+    assert not failed
+    assert joined_at[0] > JOIN_AT + 15
+    assert all(len(each) == 1 for each in job.digests.values())
 
 
 def test_after_a_failed_transfer_it_heals(job: Job) -> None:

@@ -155,18 +155,24 @@ class SnapshotCache:
                 place = self._reserved.take()
             else:
                 cut_offs = self._want_oldest()
-                refusal = SnapshotLimitError(
-                    f"expected at most {self.max_snapshots} snapshots alive at once (max_snapshots): those of steps "
-                    f"{[entry.snapshot.step for entry in alive]} are still being fetched "
-                    f"({sum(entry.num_readers for entry in alive)} requests in progress); wait until they end, or "
-                    "raise max_snapshots"
-                )
+                steps, num_readers = [entry.snapshot.step for entry in alive], sum(entry.num_readers for entry in alive)
         if idle is not None:
             idle.snapshot.close()
             return place
         for cut_off in cut_offs:
             cut_off()
-        raise refusal
+        # The traceback refers to this frame, and must not keep the snapshots' memory alive.
+        del alive, cut_offs
+        raise SnapshotLimitError(
+            f"expected at most {self.max_snapshots} snapshots alive at once (max_snapshots): those of steps {steps} "
+            f"are still being fetched ({num_readers} requests in progress); wait until they end, or raise max_snapshots"
+        )
+
+    def is_full(self) -> bool:
+        """Return whether `reserve` would raise a `SnapshotLimitError`."""
+        with self._lock:
+            num_taken = len(self._in_memory()) + self._reserved.num_taken()
+            return num_taken >= self.max_snapshots and all(entry.is_held(self.clock()) for entry in self._entries)
 
     def put(self, snapshot: Snapshot, place: Place) -> None:
         """Put a snapshot into a reserved slot. From now on the cache owns the snapshot.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -77,13 +78,28 @@ def test_the_oldest_that_nobody_reads_makes_room(cache: SnapshotCache) -> None:
 def test_the_limit_counts_what_is_read_and_what_is_reserved(cache: SnapshotCache) -> None:
     put(cache, 1)
     put(cache, 2)
+    assert not cache.is_full()
     readings = [reading_of(cache, step) for step in (1, 2, 2)]
     for _ in range(3):
         with pytest.raises(SnapshotLimitError, match=r"at most 2 .* steps \[1, 2\] .*3 requests"):
             cache.reserve()
+    assert cache.is_full()
     for reading in readings:
         reading.__exit__()
     assert cache.steps() == (1, 2)
+
+
+def test_a_refusal_that_is_kept_with_its_traceback_keeps_no_snapshot_alive(cache: SnapshotCache) -> None:
+    snapshots = [weakref.ref(put(cache, step)) for step in (1, 2)]
+    readings = [reading_of(cache, step) for step in (1, 2)]
+    with pytest.raises(SnapshotLimitError) as caught:
+        cache.reserve()
+    for reading in readings:
+        reading.__exit__()
+    del readings, reading
+    cache.clear()
+    assert [snapshot() for snapshot in snapshots] == [None, None]
+    assert caught.value.__traceback__ is not None
 
 
 def test_reserved_places_count_and_come_back(cache: SnapshotCache) -> None:

@@ -51,7 +51,7 @@ def test_a_newcomer_that_would_follow_receives_without_contributing() -> None:
     assert {each.num_participants for each in found.values()} == {2}
     assert [found[name].participating_rank for name in "anz"] == [0, None, 1]
     assert [found[name].rank for name in "anz"] == [0, 1, 2]
-    assert found["a"].role == UpToDate(serves_now=("n",), serves_next=(), may_lend=False)
+    assert found["a"].role == UpToDate(serves_now=("n",), serves_next=(), following=frozenset("n"), may_lend=False)
 
 
 def test_newcomers_that_come_one_by_one_begin_with_different_sources() -> None:
@@ -84,6 +84,27 @@ def test_without_a_source_now_it_stands_by_until_the_next_boundary() -> None:
     assert {each.num_participants for each in found.values()} == {2}
 
 
+def test_a_source_that_other_receivers_keep_busy_is_asked_for_nothing() -> None:
+    found = decisions(member("a", is_full=True), member("b"), newcomer())
+    role = found["n"].role
+    assert isinstance(role, Heals)
+    assert [source.replica_id for source in role.sources] == ["b"]
+    assert found["a"].role == UpToDate(serves_now=(), serves_next=(), may_lend=False)
+
+
+def test_a_newcomer_stands_by_while_all_sources_are_busy() -> None:
+    announced = newcomer(announced_to=frozenset("ab"))
+    found = decisions(member("a", is_full=True), member("b", is_full=True), announced)
+    assert found["n"].role == StandsBy(announced_to=frozenset("ab"), awaits_receivers=True, may_heal=True)
+    assert found["a"].role == UpToDate(serves_now=(), serves_next=("n",))
+    assert {each.num_participants for each in found.values()} == {2}
+
+
+def test_one_that_has_caught_up_records_on_while_all_sources_are_busy() -> None:
+    found = decisions(member("a", is_full=True), member("n", Following.CAUGHT_UP), rules=Rules(min_replica_size=1))
+    assert found["n"].role == Follows()
+
+
 def test_one_that_records_takes_part_and_receives_nothing() -> None:
     found = decisions(member("a"), member("b"), member("n", Following.RECORDS, may_heal=False))
     assert found["n"].role == Follows()
@@ -108,7 +129,7 @@ def test_one_that_has_caught_up_receives_the_rest_and_all_compare() -> None:
     assert isinstance(role, Heals)
     assert role.is_following
     assert all(each.compares_next for each in found.values())
-    assert found["a"].role == UpToDate(serves_now=("n",), serves_next=(), may_lend=True)
+    assert found["a"].role == UpToDate(serves_now=("n",), serves_next=(), following=frozenset("n"), may_lend=True)
     # Where nobody can serve now, it goes on recording.
     found = decisions(member("a", can_serve=False), member("n", Following.CAUGHT_UP), rules=Rules(min_replica_size=1))
     assert found["n"].role == Follows()
