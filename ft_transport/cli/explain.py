@@ -67,6 +67,10 @@ _PHASES: Final[Mapping[str, tuple[str, str]]] = {
         "comparing the loaded state with the sent state",
         "ManagerConfig(verify_heal=False) skips it, but then a load function may change the state undetected",
     ),
+    "follow": (
+        "receiving the state and making the recorded steps, while all replicas trained on",
+        "no replica waited; a faster network or fewer steps per second (replay takes part of a core) shorten it",
+    ),
     "first_step": (
         "the first step after the heal, until it was committed",
         "this is training time: compilation, data loading, or a slow first step, which a forward and backward before "

@@ -38,8 +38,8 @@ class Phase:
 
     Attributes:
         name: Name of the phase. The phases of a heal are ``quorum``, ``lock``, ``manifest``, ``plan``, ``transfer``,
-            ``verify``, ``load``, ``compare``, ``rendezvous`` and ``first_step``; docs/recoveries.md explains them. Two
-            phases of a record may have the same name.
+            ``verify``, ``load``, ``compare``, ``rendezvous``, ``follow`` and ``first_step``; docs/recoveries.md
+            explains them. Two phases of a record may have the same name.
         start_s: Seconds from the beginning of the record to the beginning of the phase.
         length_s: Duration of the phase, in seconds.
     """

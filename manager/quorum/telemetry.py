@@ -199,15 +199,18 @@ class MembershipLog:
         if present == self._present and healing == self._healing:
             return
         group, known, is_first = frozenset(decision.group_members), self._known, not self._present
-        joined = (group - known | set(healing) - set(self._healing)) - {membership.replica_id}
+        following = role.following if isinstance(role, UpToDate) else frozenset[str]()
+        joined = (group - known | {*healing} - {*self._healing} - following) - {membership.replica_id}
         self._present, self._healing, self._known = present, healing, known & present | group
         if is_first:
             return
         if known - present:
             self._log_departures(sorted(known - present), decision, now_s, ago_s)
         for replica_id in sorted(joined):
-            heals = f"heals to step {decision.step}" if replica_id in healing else f"is at step {decision.step}"
-            self._log("joined", replica_id, decision.step, f"joined: {heals}; {_replicas(decision)} train")
+            does = "heals to" if replica_id in healing else "is at"
+            does = "follows from" if replica_id in following else does
+            text = f"joined: {does} step {decision.step}; {_replicas(decision)} train"
+            self._log("joined", replica_id, decision.step, text)
 
     def log_heal(self, decision: Decision, length_s: float, source: str) -> None:
         """Log that this replica has healed. At step 0, when replicas receive the initial state, log nothing.

@@ -192,7 +192,7 @@ def test_the_summary_says_what_it_was_and_how_long_it_took() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["quorum", "rendezvous", "lock", "manifest", "plan", "verify", "load", "compare", "first_step"]
+    "name", ["quorum", "rendezvous", "lock", "manifest", "plan", "verify", "load", "compare", "follow", "first_step"]
 )
 def test_the_phase_that_took_long_is_named_first_with_what_to_do(name: str) -> None:
     findings = explain(record(transfer(num_bytes=100_000_000), **{"transfer": 1.0, name: 9.0}))
