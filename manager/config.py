@@ -148,6 +148,9 @@ class ManagerConfig:
             healed.
         replay_bytes: Largest size, in bytes, of the gradients that a newcomer records while it receives the state and
             the others train; ``None`` to let all replicas wait until the newcomer has the state.
+        replay_optimizers: Further classes of optimizers whose steps a newcomer may record and make later, beside
+            torch's own. A step must be a function of the gradients, the hyperparameters and the optimizer's
+            ``state_dict`` alone. A subclass must be named itself.
     """
 
     min_replica_size: int = 1
@@ -171,6 +174,7 @@ class ManagerConfig:
     verify_heal: bool = True
     compare_every: int | None = None
     replay_bytes: NotNegative | None = None
+    replay_optimizers: Sequence[type] = ()
 
     def __post_init__(self) -> None:
         # Accept a member of torchft's own enumeration with the same name.

@@ -226,7 +226,7 @@ class Follower(StateObserver):
         state = self._state
         with state.lock.read("size of the state"):
             content: Any = state.content()
-            check_replayable(state, content[USER_KEY])
+            check_replayable(state, content[USER_KEY], self._participant.config.replay_optimizers)
             self._check_modules()
             held = memory_of_optimizers(state.optimizers())
             others = memory_of([content]) - held

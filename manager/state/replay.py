@@ -160,12 +160,13 @@ class Replay:
                     optimizer.state[own] = made.state[alias]
 
 
-def check_replayable(state: ReplicaState, content: Mapping[str, object]) -> None:
+def check_replayable(state: ReplicaState, content: Mapping[str, object], named: Sequence[type] = ()) -> None:
     """Make sure that the optimizers' steps explain every change of the tensors that they change.
 
     Args:
         state: The replica's state.
         content: Its replicated part by key, as its state functions returned it.
+        named: Classes of optimizers that the user has named as replayable, beside torch's own.
 
     Raises:
         ReplayRefusedError: They do not.
@@ -178,8 +179,12 @@ def check_replayable(state: ReplicaState, content: Mapping[str, object]) -> None
         raise ReplayRefusedError("an optimizer is registered, but not attached")
     for optimizer in optimizers:
         kind, name = type(optimizer), type(optimizer).__name__
-        if not kind.__module__.startswith(_MODULE) or isinstance(optimizer, _UNFIT):
-            raise ReplayRefusedError(f"{name} may compute more than a function of gradients, state and hyperparameters")
+        is_known = kind in named or kind.__module__.startswith(_MODULE)
+        if not is_known or isinstance(optimizer, _UNFIT):
+            raise ReplayRefusedError(
+                f"{name} may compute more than a function of gradients, state and hyperparameters; if it does not, "
+                "name its class in replay_optimizers"
+            )
         if not state.ledger.steps_with_commits(optimizer):
             raise ReplayRefusedError(f"{name} does not step with each commit")
         if has_foreign_hooks(optimizer):

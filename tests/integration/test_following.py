@@ -121,6 +121,7 @@ def join(
     replay_bytes: int = 1 << 20,
     num_passive: int = 5,
     are_equal: bool = True,
+    **keywords: Any,
 ) -> tuple[Manager, list[int], list[int]]:
     """Let a newcomer join two replicas; all end some steps after it has begun to contribute.
 
@@ -131,6 +132,7 @@ def join(
         replay_bytes: The newcomer's setting.
         num_passive: Number of such steps after which the gate ``fetch`` opens.
         are_equal: Whether the replicas have equal states at equal steps.
+        **keywords: Further settings of the newcomer.
 
     Returns:
         The newcomer's manager, and the steps before which it did not contribute, and did.
@@ -155,7 +157,7 @@ def join(
                 job.end_at = manager.current_step() + 2
 
         try:
-            return job.run("newcomer", step, replay_bytes=replay_bytes)
+            return job.run("newcomer", step, replay_bytes=replay_bytes, **keywords)
         finally:
             job.end_at = min(job.end_at, max(job.digests) + 2)
 
@@ -194,6 +196,31 @@ def test_a_newcomer_follows_and_has_the_state_of_the_others(
     assert passive[0] > JOIN_AT
     (record,) = records_of(manager)
     assert record.outcome == "ok"
+    assert f"made {len(passive) - 2} recorded steps" in record.notes["replay"]
+
+
+class SignedMomentum(torch.optim.Optimizer):
+    """A user's optimizer, after Lion (arXiv 2302.06675)."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in filter(lambda each: each.grad is not None, group["params"]):
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                parameter.add_(torch.lerp(parameter.grad, momentum, group["beta"]).sign_(), alpha=-group["lr"])
+                momentum.lerp_(parameter.grad, 1 - group["beta"])
+
+
+def test_a_named_optimizer_is_replayed(address: str) -> None:
+    manager, passive, _ = join(
+        job := Job(address, SignedMomentum), lambda: job.gate.wait("fetch"), replay_optimizers=(SignedMomentum,)
+    )
+    assert len(passive) >= 5
+    (record,) = records_of(manager)
     assert f"made {len(passive) - 2} recorded steps" in record.notes["replay"]
 
 
