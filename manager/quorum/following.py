@@ -104,7 +104,7 @@ class Follower(StateObserver):
         try:
             self._advance()
         except Exception as error:
-            self.abandon(format_error(error))
+            self.abandon(_reason_of(error))
 
     @property
     def must_wait(self) -> bool:
@@ -184,7 +184,7 @@ class Follower(StateObserver):
             self._go_on(replay)
         except Exception as error:
             # The step is then made with any values: this replica heals.
-            self.failed(format_error(error))
+            self.failed(_reason_of(error))
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Give the gradients back after an empty step."""
@@ -296,9 +296,9 @@ class Follower(StateObserver):
     def _advance(self) -> None:
         job, replay = self._job, self._replay
         if self._failure:
-            if self.must_wait:
-                return  # Passive until then, so that nobody waits.
-            raise ReplayRefusedError(self._failure)
+            if not self.must_wait:  # Passive until then, so that nobody waits.
+                self.abandon(self._failure)
+            return
         if self.following is Following.COMPARES or job is None or replay is None:
             return
         self.following = Following.RECORDS
@@ -342,6 +342,10 @@ class Follower(StateObserver):
     def _timeout(self) -> FetchTimeout:
         config = self._participant.config
         return FetchTimeout(total=config.timeout, unreachable=config.connect_timeout)
+
+
+def _reason_of(error: Exception) -> str:
+    return str(error) if isinstance(error, ReplayRefusedError) else format_error(error)
 
 
 class _LeftOut:

@@ -288,6 +288,7 @@ def test_with_more_gradients_than_replay_bytes_it_heals(job: Job) -> None:
     manager, passive, _ = join(job, lambda: job.gate.wait("fetch"), replay_bytes=10_000, num_passive=4)
     assert len(passive) >= 4
     (record,) = records_of(manager)
+    assert record.notes["replay"].startswith("abandoned: the gradients of the recorded steps have ")
     assert "more than replay_bytes (10000)" in record.notes["replay"]
 
 
