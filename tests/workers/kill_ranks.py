@@ -136,7 +136,7 @@ class Job:
 
     def report_leaks(self) -> None:
         """Print what the keepers used, and what is left of them after `close`."""
-        _wait_until("the keepers end", lambda: not find_keepers())
+        _wait_until("the keepers end", lambda: not any(each.trainer_pid in self.host_of for each in find_keepers()))
         grown_kib = shared_memory_kib() - self.shared_kib
         print(
             f"keepers: at most {self.most_descriptors} descriptors and {self.most_own_kib / 1024:.0f} MB of their own; "
