@@ -186,8 +186,9 @@ class QuorumFormation:
                     self.follower.abandon(_OTHER_STATE)
                 if not self._may_wait_for_snapshot(request, decision, role):
                     return True
-                # Receivers that are too slow are cut off by the source.
-                attempts.num_stand_bys += not role.awaits_receivers
+                # A source cuts off receivers that are too slow, and they end by themselves after this time.
+                is_late = time.monotonic() > attempts.began_s + 2 * participant.config.timeout.total_seconds()
+                attempts.num_stand_bys += is_late or not role.awaits_receivers
                 if attempts.num_stand_bys > _MAX_STAND_BYS:
                     raise QuorumError(
                         f"{participant.name}: expected a snapshot of step {decision.step} from one of "

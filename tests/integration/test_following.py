@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from ft_transport import HTTPTransport, Limits, PeerError, state_digest
 from ft_transport.telemetry.record import Record
-from manager import Manager, ManagerError
+from manager import Manager, ManagerError, QuorumError
 from manager.quorum import following
 from manager.state.replay import Replay
 
@@ -271,6 +272,30 @@ def test_a_newcomer_waits_for_other_receivers_without_failed_steps_of_the_others
     assert not failed
     assert joined_at[0] > JOIN_AT + 15
     assert all(len(each) == 1 for each in job.digests.values())
+
+
+def test_a_newcomer_waits_no_longer_than_other_receivers_may_take(job: Job) -> None:
+    leases: list[Any] = []
+
+    def old(manager: Manager, _is_whole: bool) -> None:
+        if manager.current_step() == JOIN_AT:
+            manager.snapshot(JOIN_AT).result(timeout=10)
+            leases.append(transport_of(manager).server.lease(JOIN_AT))
+            job.gate.open("join")
+
+    def newcomer() -> None:
+        job.gate.wait("join")
+        try:
+            with pytest.raises(QuorumError, match=r"expected a snapshot of step .* got none in 10 quorums"):
+                job.run(
+                    "newcomer", replay_bytes=1 << 20, timeout=timedelta(seconds=1), connect_timeout=timedelta(seconds=1)
+                )
+        finally:
+            leases.pop().release()
+            job.end_at = 0
+
+    transport = loopback_transport(limits=Limits(max_snapshots=1))
+    run_replicas(partial(job.run, "old", old, checkpoint_transport=transport), newcomer)
 
 
 def test_after_a_failed_transfer_it_heals(job: Job) -> None:

@@ -170,7 +170,8 @@ class Job:
 
 
 def kib_of(file: Path, name: str) -> int:
-    return next(int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith(name))
+    """Return the figure in a line of a file; 0 without the line, as for a process that has just ended."""
+    return next((int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith(name)), 0)
 
 
 def shared_memory_kib() -> int:

@@ -159,10 +159,10 @@ class SnapshotCache:
         if idle is not None:
             idle.snapshot.close()
             return place
-        for cut_off in cut_offs:
-            cut_off()
+        while cut_offs:
+            cut_offs.pop()()
         # The traceback refers to this frame, and must not keep the snapshots' memory alive.
-        del alive, cut_offs
+        del alive
         raise SnapshotLimitError(
             f"expected at most {self.max_snapshots} snapshots alive at once (max_snapshots): those of steps {steps} "
             f"are still being fetched ({num_readers} requests in progress); wait until they end, or raise max_snapshots"
