@@ -94,7 +94,7 @@ class StandsBy:
 
     Attributes:
         announced_to: The ids of replicas that take a snapshot for this replica at the next step boundary.
-        awaits_receivers: Whether one of these replicas can take no snapshot before its other receivers have ended.
+        awaits_receivers: Whether none of these replicas can take a snapshot before its other receivers have ended.
         may_heal: Whether every rank of the replica can still heal in this step. If not, the replica asks for no further
             quorum in this step.
     """
@@ -238,7 +238,7 @@ def decide(
     own = next(member for member in ordered if member.replica_id == own_id)
     if own_id in holding:
         may_heal = {member.replica_id for member in ordered if member.may_heal and member.replica_id not in unfit}
-        waiting = tuple(name for name in standing_by if name in may_heal)
+        waiting = tuple(name for name in (*standing_by, *sorted(followers.unserved)) if name in may_heal)
         # A verified replica took no snapshot at this boundary, and a full one can take none.
         now = () if own.is_full or own_id in followers.verified else tuple(healing)
         role = UpToDate(
@@ -260,7 +260,7 @@ def decide(
         first = (place + group_rank + num_failed_heals) % len(found)
         role = Heals(sources=found[first:] + found[:first], receivers=receivers, is_following=is_following)
     else:
-        awaits = any(holder.is_full for holder in holders)
+        awaits = all(holder.is_full for holder in holders)
         role = StandsBy(announced_to=frozenset(holding), awaits_receivers=awaits, may_heal=own.may_heal)
     return Decision(
         step=holders[0].step,

@@ -19,6 +19,7 @@ class Followers:
         beginning: The members that begin to follow.
         passive: The members that do not contribute.
         recording: The members that have nothing to receive in this quorum.
+        unserved: The recording members that need a snapshot at the next step boundary.
         verified: The members whose state was compared, and is the common one.
         compare_next: Whether some need a comparison.
     """
@@ -26,6 +27,7 @@ class Followers:
     beginning: frozenset[str]
     passive: frozenset[str]
     recording: frozenset[str]
+    unserved: frozenset[str]
     verified: frozenset[str]
     compare_next: bool
 
@@ -43,6 +45,7 @@ class Followers:
         """
         first = holders[0]
         beginning, passive, recording, verified = set[str](), set[str](), set[str](), set[str]()
+        unserved = set[str]()
         compare_next = False
         # With too few others no step is committed: newcomers heal.
         are_enough = len(holders) >= min_replica_size
@@ -60,13 +63,18 @@ class Followers:
                 verified.add(member.replica_id)
             elif is_equal is None:
                 passive.add(member.replica_id)
-                compare_next = compare_next or member.following is not Following.RECORDS
-                if member.following is not Following.CAUGHT_UP or not sources_of(member, holders):
+                has_caught_up = member.following is Following.CAUGHT_UP
+                if has_caught_up and not sources_of(member, holders):
+                    unserved.add(member.replica_id)
+                elif member.following is not Following.RECORDS:
+                    compare_next = True
+                if not has_caught_up or member.replica_id in unserved:
                     recording.add(member.replica_id)
         return cls(
             beginning=frozenset(beginning),
             passive=frozenset(passive | beginning),
             recording=frozenset(recording),
+            unserved=frozenset(unserved),
             verified=frozenset(verified),
             compare_next=compare_next,
         )

@@ -31,6 +31,8 @@ from manager.quorum.telemetry import MembershipLog, begin_heal_record, end_heal_
 logger = logging.getLogger(__name__)
 
 _MAX_STAND_BYS: Final = 10
+_MAX_BUSY: Final = 1000
+"""Largest number of quorums in which a newcomer waits until the sources have served other receivers."""
 _MAX_MISFITS: Final = 1
 _GIVEN_UP: Final = "the step failed before this rank had healed"
 _OTHER_STATE: Final = "its steps are no longer those of the others"
@@ -42,6 +44,7 @@ class _Attempts:
 
     began_s: float
     num_stand_bys: int = 0
+    num_busy: int = 0
     num_misfits: int = 0
 
 
@@ -186,13 +189,14 @@ class QuorumFormation:
                     self.follower.abandon(_OTHER_STATE)
                 if not self._may_wait_for_snapshot(request, decision, role):
                     return True
-                # A source cuts off receivers that are too slow, and they end by themselves after this time.
-                is_late = time.monotonic() > attempts.began_s + 2 * participant.config.timeout.total_seconds()
-                attempts.num_stand_bys += is_late or not role.awaits_receivers
-                if attempts.num_stand_bys > _MAX_STAND_BYS:
+                # Counted, not timed, so that all ranks give up together. A source cuts off receivers that are too slow.
+                attempts.num_busy += role.awaits_receivers
+                attempts.num_stand_bys += not role.awaits_receivers
+                if attempts.num_stand_bys > _MAX_STAND_BYS or attempts.num_busy > _MAX_BUSY:
+                    num_quorums = attempts.num_stand_bys + attempts.num_busy - 1
                     raise QuorumError(
                         f"{participant.name}: expected a snapshot of step {decision.step} from one of "
-                        f"{sorted(role.announced_to)}, got none in {_MAX_STAND_BYS} quorums"
+                        f"{sorted(role.announced_to)}, got none in {num_quorums} quorums"
                     )
                 logger.info("%s: waits for a snapshot after step %d", participant.name, decision.step)
                 participant.announced_to = role.announced_to

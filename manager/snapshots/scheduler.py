@@ -77,6 +77,7 @@ class SnapshotScheduler(StateObserver):
         self._settled: SnapshotJob | None = None
         self._is_closed = False
         self._is_serving = False
+        self._was_full = False
         self._failures = FailureLog()
         self._pool = SafeExecutor(1, "ft-transport-snapshot")  # one thread, so one snapshot at a time
         transport.serve_fresh(weak_request(self.request))
@@ -125,6 +126,8 @@ class SnapshotScheduler(StateObserver):
             self._requests.begin_boundary(step)
         if not self._is_closed:
             self._first_steps.prefault()
+        # As it is now: if a receiver ends later in the step, this boundary can still not be served.
+        self._was_full = self._server.is_full()
         with self._mutex:
             if self._is_closed or self._job is not None:
                 self._forget_if_interrupted()
@@ -192,7 +195,7 @@ class SnapshotScheduler(StateObserver):
 
     def is_full(self) -> bool:
         """Return whether no snapshot of the last step boundary can be taken before receivers of others have ended."""
-        return self._server.is_full() and not self.shows_present_state()
+        return self._was_full and not self.shows_present_state()
 
     def settle(self) -> bool:
         """If a request is open, begin a snapshot of the boundary, and return true. Else let the state change again."""
@@ -240,8 +243,9 @@ class SnapshotScheduler(StateObserver):
                 held.section.release()
             self._end(held.job)
             self._server.snapshot_failed(held.job.step, error, is_final=is_final(error))
-            held.job.future.set_exception(error)
             self._failures.held_not_taken(held.job.step, error)
+            # The traceback refers to this frame, and so to the held copies, which would live until garbage collection.
+            held.job.future.set_exception(error.with_traceback(None))
             return False
         return True
 

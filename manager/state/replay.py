@@ -181,9 +181,9 @@ def check_replayable(state: ReplicaState, content: Mapping[str, object], named: 
         kind, name = type(optimizer), type(optimizer).__name__
         is_known = kind in named or kind.__module__.startswith(_MODULE)
         if not is_known or isinstance(optimizer, _UNFIT):
+            remedy = "" if isinstance(optimizer, _UNFIT) else "; if it does not, name its class in replay_optimizers"
             raise ReplayRefusedError(
-                f"{name} may compute more than a function of gradients, state and hyperparameters; if it does not, "
-                "name its class in replay_optimizers"
+                f"{name} may compute more than a function of gradients, state and hyperparameters{remedy}"
             )
         if not state.ledger.steps_with_commits(optimizer):
             raise ReplayRefusedError(f"{name} does not step with each commit")

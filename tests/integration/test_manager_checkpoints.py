@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -26,11 +27,13 @@ from ft_transport import (
     CheckpointDamagedError,
     CheckpointStore,
     HTTPTransport,
+    Limits,
     StoreSettings,
     TransportSettings,
     state_digest,
 )
 from ft_transport.checkpoint.writer_process import WriterProcess
+from ft_transport.state.snapshot import HeldState
 from manager import ConfigError, ManagerError, RandomState, RecoveryFailedError, StateManager
 
 _TIMEOUT = timedelta(seconds=30)
@@ -300,3 +303,25 @@ def test_ranks_of_a_replica_save_resume_and_recover_together(
     assert (recovery.step, loader) == (8, {"drawn": 3})
     assert "the local states ['loader'] are unchanged" in caplog.text
     assert "has no local states for the number of ranks" in caplog.text
+
+
+def test_refused_snapshots_leave_no_copies_behind_without_the_garbage_collector() -> None:
+    model = torch.nn.BatchNorm1d(4)  # Its buffers are copied at each boundary.
+    transport = HTTPTransport[Any](settings=TransportSettings(host="127.0.0.1", limits=Limits(max_snapshots=1)))
+    manager = StateManager(checkpoint_transport=transport)
+    manager.register("model", model)
+    manager.snapshot(0).result(10)
+    lease = transport.server.lease(0)
+    snapshots = manager._replica.snapshots
+    assert snapshots is not None
+    gc.collect()
+    gc.disable()
+    try:
+        for step in range(1, 6):
+            snapshots.request(share=True)
+            manager.start_step(step)
+        assert not [each for each in gc.get_objects() if isinstance(each, HeldState)]
+    finally:
+        gc.enable()
+        lease.release()
+        manager.shutdown()

@@ -92,6 +92,9 @@ class StandInTransport:
         self.begun.append(snapshot)
         return snapshot
 
+    def is_full(self) -> bool:
+        return False
+
     def newest_sequence(self) -> int:
         return len(self.published)
 

@@ -103,6 +103,9 @@ def test_a_newcomer_stands_by_while_all_sources_are_busy() -> None:
 def test_one_that_has_caught_up_records_on_while_all_sources_are_busy() -> None:
     found = decisions(member("a", is_full=True), member("n", Following.CAUGHT_UP), rules=Rules(min_replica_size=1))
     assert found["n"].role == Follows()
+    # The source makes room for it, and no state is compared before it has the rest.
+    assert found["a"].role == UpToDate(serves_now=(), serves_next=("n",))
+    assert not found["a"].compares_next
 
 
 def test_one_that_records_takes_part_and_receives_nothing() -> None:
