@@ -395,7 +395,8 @@ class SnapshotScheduler(StateObserver):
                 # A request that arrived during this snapshot may wait for the next one, and stays open.
                 if not getattr(error, "retryable", False):
                     self._requests.forget(job.num_before)
-            job.future.set_exception(error)
+            # The traceback refers to this frame, and so to the snapshot, which would live until garbage collection.
+            job.future.set_exception(error.with_traceback(None))
         else:
             with self._mutex:
                 self._job = None

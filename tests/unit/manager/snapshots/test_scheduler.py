@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from replica_stand_in import LARGE, LONG_S, Replica, elsewhere, flat, open_repli
 
 from ft_transport import SnapshotError, SnapshotLimitError
 from manager.errors import LockTimeoutError, ManagerError
+from manager.snapshots.requests import SnapshotJob
 
 
 @pytest.fixture
@@ -289,6 +291,23 @@ def test_a_retryable_failure_keeps_the_request_and_is_logged_once(
     replica.finish()
     assert [snapshot.step for snapshot in replica.transport.published] == [3]
     assert replica.is_free()
+
+
+@pytest.mark.parametrize("where", ["during_copy", "during_publish"])
+def test_a_failure_in_the_background_keeps_nothing_alive_without_the_garbage_collector(
+    replica: Replica, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Captured log records keep the traceback.
+    monkeypatch.setattr(logging.getLogger("manager.snapshots.scheduler"), "disabled", True)
+    setattr(replica.transport, where, _fail(SnapshotError("the device is gone")))
+    gc.collect()
+    gc.disable()
+    try:
+        assert replica.take(3).exception(LONG_S) is not None
+        replica.finish()
+        assert not [each for each in gc.get_objects() if isinstance(each, SnapshotJob)]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("where", ["during_copy", "during_publish"])
