@@ -18,7 +18,7 @@ from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.state.blocks import FlatState
 from ft_transport.state.flatten import flatten
 from ft_transport.state.restore import DestinationPlan
-from ft_transport.state.tensors import as_bytes, carrier_of, torch_name_of
+from ft_transport.state.tensors import as_bytes, bytes_at, carrier_of, torch_name_of
 from ft_transport.wire.chunks import Hasher
 from ft_transport.wire.layouts import Layout
 from ft_transport.wire.manifest import Manifest
@@ -236,18 +236,27 @@ def _differing_tensors(
     order = sorted(counterparts, key=lambda index: manifest.tensors[index].start)
     filled = [index for index in order if manifest.tensors[index].end > manifest.tensors[index].start]
     plan = DestinationPlan([manifest.tensors[index].start for index in filled], manifest.data_bytes)
-    sources = [_flat(flat.blocks.sources[counterparts[index]]) for index in filled]
+    blocks = flat.blocks
+    addresses = [blocks.addresses[counterparts[index]] for index in filled]
+    # A tensor costs 30 µs, a view of memory 1 µs.
+    copies = {
+        slot: _flat(blocks.sources[counterparts[index]]) for slot, index in enumerate(filled) if not addresses[slot]
+    }
     # The threads below read on other streams, so wait for the work on this thread's streams.
-    for device in {source.device for source in sources if not source.is_cpu}:
+    for device in {source.device for source in copies.values() if not source.is_cpu}:
         torch.accelerator.current_stream(device).synchronize()
 
     digests = manifest.digests
     assert digests is not None, "a receiver of the data has requested the digests"
 
+    def bytes_of(slot: int, offset: int, num_bytes: int) -> memoryview:
+        if addresses[slot]:
+            return bytes_at(addresses[slot] + offset, num_bytes)
+        return copies[slot][offset : offset + num_bytes].cpu().numpy().data
+
     def agrees(chunk: int) -> bool:
         pieces = plan.pieces(*manifest.chunks.range_of(chunk, chunk + 1))
-        parts = (sources[slot][offset : offset + num_bytes] for slot, offset, num_bytes in pieces)
-        return manifest.digester.digest_of(part.cpu().numpy().data for part in parts) == digests[chunk]
+        return manifest.digester.digest_of(bytes_of(*piece) for piece in pieces) == digests[chunk]
 
     with SafeExecutor(num_threads, "ft-transport-verify") as pool:
         for chunk, is_equal in enumerate(pool.map(agrees, range(manifest.chunks.num_chunks))):
