@@ -72,6 +72,43 @@ def kept(tmp_path: Path) -> Iterator[Kept]:
     found.close()
 
 
+_MEMORY_GROUPS = [
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+    (Path("/sys/fs/cgroup"), "memory.max"),
+]
+"""Where the kernel's memory control groups are, and the file that limits one: of version 1, and of version 2."""
+
+
+@pytest.fixture
+def small_memory() -> Iterator[Path]:
+    """A memory control group of 64 MB: the kernel kills a process in it that needs more."""
+    for root, limit in _MEMORY_GROUPS:
+        group = root / f"ft-transport-test-{os.getpid()}"
+        try:
+            group.mkdir()
+            (group / limit).write_text(str(64 << 20))
+        except OSError:
+            if group.exists():
+                group.rmdir()
+            continue
+        yield group
+        group.rmdir()
+        return
+    pytest.skip("needs a memory control group")
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_for_its_memory_leaves_its_state(kept: Kept, small_memory: Path) -> None:
+    trainer = kept.start()
+    digest = trainer.ask("train(3)")
+    kept.keeper(trainer)
+    (small_memory / "cgroup.procs").write_text(str(trainer.process.pid))
+    trainer.send("hoard = [bytearray(os.urandom(1 << 20)) for _ in range(1000)]")
+    trainer.close()
+    assert trainer.process.returncode == -signal.SIGKILL
+    assert kept.start().ask("resume()") == (3, 3, HERE, digest)
+
+
 @pytest.mark.parametrize("death", ["os.kill(os.getpid(), 9)", "os._exit(1)", "raise ValueError", "crash()"])
 def test_a_restarted_process_has_the_state_of_the_dead_one(kept: Kept, death: str) -> None:
     trainer = kept.start()

@@ -253,6 +253,7 @@ def run_under_torchrun(num_ranks: int, num_kills: int, keep_every: int, seed: in
             job.wait()
             job.check()
             seconds = sorted(itertools.chain.from_iterable(map(job.resume_seconds, range(num_ranks))))
+            assert seconds, f"no rank of {num_kills} lives lived long enough to keep a step; try a larger --within-s"
             num_beyond = sum(lost > keep_every for lost in job.lost_steps)
             print(
                 f"{num_ranks} ranks, {num_kills} kills by torchrun: step {job.newest_step(0)}, at most "
