@@ -79,7 +79,10 @@ def quantities(history: History, state_bytes: float) -> Mapping[Quantity, float]
     kill_s, victim = history.kills_s[0]
     other = next(commits for name, commits in history.commits.items() if name != victim)
     back = [each for each in history.commits[victim] if each.at_s > kill_s]
-    began_s, contributed_s = back[0].began_s, next(each.at_s for each in back if each.contributed)
+    contributed_s = next((each.at_s for each in back if each.contributed), None)
+    if contributed_s is None:
+        raise RuntimeError(f"expected the newcomer to contribute within the run; it made {len(back)} steps without")
+    began_s = back[0].began_s
     steps = [(earlier.at_s, later.at_s) for earlier, later in itertools.pairwise(other)]
     normal_s = max(
         statistics.median(later - earlier for earlier, later in part)
