@@ -137,6 +137,10 @@ def _save_ours(saving: Saving) -> None:
             def save_once() -> None:
                 nonlocal step
                 step += 1
+                # What has not changed would not be written.
+                with torch.no_grad():
+                    for tensor in tensors_of(saving.state):
+                        tensor.add_(1)
                 with saving.timing(OURS, DURABLE) as reached:
                     handle = store.save(step, saving.state)
                     reached(PAUSE)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ft_transport.checkpoint.manifest import data_file_name
 from ft_transport.checkpoint.plan import SavePlan
 from ft_transport.checkpoint.torch_save import Call, Instance, Name, Pairs, pickled
 from ft_transport.checkpoint.write_items import Key, WriteItem
@@ -31,19 +30,18 @@ _STRIDED: Final = Call(Name("torch.serialization", "_get_layout"), ("torch.strid
 _ROW_MAJOR: Final = Call(Name(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
 
 
-def encode_dcp_metadata(plan: SavePlan, places: Sequence[Sequence[tuple[int, int]]]) -> bytes:
+def encode_dcp_metadata(plan: SavePlan, places: Sequence[Sequence[tuple[str, int, int]]]) -> bytes:
     """Return the content of DCP's ``.metadata``.
 
     Args:
         plan: The plan of all ranks.
-        places: For each rank, the offset and length of each item, then of each value, in the rank's data file.
+        places: For each rank, the place of each item, then of each value: name of the data file, offset and length.
     """
     stored: dict[Key, Instance] = {}
     state: dict[str, Instance] = {}
     storage: list[tuple[Instance, Instance]] = []
-    for rank, (rank_plan, each) in enumerate(zip(plan.rank_plans, places, strict=True)):
-        infos = [_storage_info(data_file_name(rank), offset, length) for offset, length in each]
-        described = plan.described[rank]
+    for rank_plan, described, each in zip(plan.rank_plans, plan.described, places, strict=True):
+        infos = [_storage_info(*place) for place in each]
         for position, info in zip(rank_plan.items, infos, strict=False):
             stored[described.items[position].key] = info
         for position, info in zip(rank_plan.values, infos[len(rank_plan.items) :], strict=True):

@@ -78,8 +78,8 @@ _damaged_decoder: Final = msgspec.msgpack.Decoder(list[str])
 class Inventory:
     """The checkpoints of one root. Only the first rank lists the directory, and sends the result to the other ranks.
 
-    The training threads of all ranks call the methods, in the same order. The exceptions are `retire_old` and
-    `delete_retired`, which only the store's own thread calls, on the first rank.
+    The training threads of all ranks call the methods, in the same order. The exceptions are `take_damage`, and on the
+    first rank `retire_old` and `delete_retired`, which only the store's own thread calls.
 
     Args:
         agreement: The group's agreement for the training thread.
@@ -103,6 +103,7 @@ class Inventory:
         # Held while the training thread or the store's thread lists or renames directories.
         self._mutex = threading.Lock()
         self._retired: list[Path] = []
+        self._found_damage = False
 
     def open_root(self, claim: RootClaim, owner: str, existing: Existing) -> None:
         """Lock the root for this group, and delete the leftovers of an interrupted run.
@@ -228,8 +229,14 @@ class Inventory:
                 )
                 gone.destination_touched = error.destination_touched
                 raise gone from error
+            self._found_damage |= isinstance(error, CheckpointDamagedError)
             error.message = f"{error.message}; the checkpoint is {found.path}"
             raise
+
+    def take_damage(self) -> bool:
+        """Return whether this process has read a damaged checkpoint since the last call."""
+        found, self._found_damage = self._found_damage, False
+        return found
 
     def verify(self, step: CheckpointSelector) -> None:
         """Compare every file of a checkpoint with its digests; see ``CheckpointStore.verify``."""

@@ -7,6 +7,8 @@ here, the sources are the ranks that saved the checkpoint, and their bytes are i
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,7 +191,9 @@ class _Loading:
         self._destination = destination
         self._agreement = agreement
         entries: dict[str, FileEntry] = {entry.name: entry for entry in manifest.files}
-        self._files = DataFiles.of(directory, [entries[each.data_file] for each in self._ranks], manifest.hash)
+        self._first_files = list(itertools.accumulate((len(each.data_files) for each in self._ranks), initial=0))
+        data_files = [entries[name] for each in self._ranks for name in each.data_files]
+        self._files = DataFiles.of(directory, data_files, manifest.hash)
         self._num_bytes_read = 0
         shared_into, local_into = _split(destination.into, manifest)
         if isinstance(shared_into, Mapping):
@@ -203,7 +207,7 @@ class _Loading:
             destination.check(self._restores[0].incoming)
         else:
             _refuse_misfits(resharding.manifest.tree, shared_into, self._restores[0])
-        self._needs = _needs_of_shared(self._ranks, resharding.wanted, self._restores[0], names)
+        self._needs = _needs_of_shared(self._ranks, self._first_files, resharding.wanted, self._restores[0], names)
         self._plan_local(local_into)
         self._check_needs()
 
@@ -226,8 +230,9 @@ class _Loading:
         self._restores.append(restore)
         for index, entry in enumerate(local.tensors):
             if entry.end > entry.start:
+                file = self._first_files[rank] + stored.files[LOCAL][index]
                 at = Slice(stored.positions[LOCAL][index], entry.end - entry.start)
-                self._needs.append(Need(rank, at, restore, Slice(entry.start, at.block_bytes), entry.name))
+                self._needs.append(Need(file, at, restore, Slice(entry.start, at.block_bytes), entry.name))
 
     def _check_needs(self) -> None:
         """Check that all needed bytes lie inside their files; ``rank-K.json`` may be forged."""
@@ -235,7 +240,7 @@ class _Loading:
             entry = self._files.files[need.file]
             if not 0 <= need.piece.start < need.piece.end <= entry.num_bytes:
                 raise damaged(
-                    rank_file_name(need.file),
+                    rank_file_name(bisect_right(self._first_files, need.file) - 1),
                     f"expected bytes inside {entry.name}, which has {entry.num_bytes} bytes, got {need.piece.start} "
                     f"to {need.piece.end}",
                     need.path,
@@ -330,19 +335,25 @@ def _tensors_of(node: Any, into: object, path: str) -> Iterator[tuple[str, Node,
 
 
 def _needs_of_shared(
-    ranks: Sequence[StoredRank], wanted: Sequence[Wanted], restore: Restore, names: Sequence[str]
+    ranks: Sequence[StoredRank],
+    first_files: Sequence[int],
+    wanted: Sequence[Wanted],
+    restore: Restore,
+    names: Sequence[str],
 ) -> list[Need]:
     written = [_only_written(each, ranks) for each in wanted]
     planner = Planner([each.manifests[SHARED] for each in ranks], names)
     needs = []
     for number, reads in enumerate(planner.plan(written)):
-        manifest, positions = ranks[number].manifests[SHARED], ranks[number].positions[SHARED]
+        stored = ranks[number]
+        manifest, positions, files = stored.manifests[SHARED], stored.positions[SHARED], stored.files[SHARED]
         for read in reads:
             piece = planner.held(read, number)
             node = read.wanted.nodes[read.wanted.sources.index(number)]
             entry = manifest.tensors[node.index]
             moved = Slice(positions[node.index] + piece.start - entry.start, piece.block_bytes, piece.loops)
-            needs.append(Need(number, moved, restore, planner.destination(read), read.wanted.path))
+            file = first_files[number] + files[node.index]
+            needs.append(Need(file, moved, restore, planner.destination(read), read.wanted.path))
     return needs
 
 

@@ -2,7 +2,8 @@
 
 ``manifest.json`` lists all other files with their lengths and digests. It is written last. Files that it does not list
 are not part of the checkpoint. ``rank-K.json`` describes the state of rank K: the safetensors header of each snapshot
-(see ``wire.manifest``), and the offset of each tensor in the data file if rank K wrote that tensor.
+(see ``wire.manifest``), and the data file and offset of each tensor that rank K wrote. A rank has several data files if
+it shares some of them with the previous checkpoint (``shared_files``).
 
 Without a job token, digests are checksums (xxh3), computed at the speed of memory. They detect bits that a disk or a
 memory module has changed, but not a forgery. With a job token, digests are SHA-256 (FIPS 180-4; 1 to 2 GB/s per core),
@@ -14,7 +15,7 @@ job that an attacker has copied and puts back.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
@@ -52,8 +53,10 @@ def hash_of(name: HashName, data: bytes | memoryview) -> str:
 
 MANIFEST_NAME: Final = "manifest.json"
 """Name of the list of files, which is written last. A directory without it is not a checkpoint."""
-FORMAT_VERSIONS: Final[dict[HashName, int]] = {CHECKSUM: 1, SECURE_HASH: 2}
-"""Version of the format, by hash function. Software that knows only version 1 refuses SHA-256."""
+FORMAT_VERSIONS: Final[dict[HashName, int]] = {CHECKSUM: 3, SECURE_HASH: 4}
+"""Version of the format, by hash function. Software that knows only older versions refuses it."""
+_OLDER_VERSIONS: Final[dict[HashName, int]] = {CHECKSUM: 1, SECURE_HASH: 2}
+"""Versions in which each rank has one data file; still readable."""
 CHUNK_BYTES: Final = 4 << 20
 """Size of a chunk, the unit in which files are digested, read and sent."""
 DATA_SUFFIX: Final = ".distcp"
@@ -103,28 +106,32 @@ class _Sealed(Struct, frozen=True, omit_defaults=True):
     signature: Annotated[str, Meta(max_length=200)] = ""
 
 
-class StoredPart(Struct, frozen=True):
+class StoredPart(Struct, frozen=True, omit_defaults=True):
     """The shared or the rank-local part of a rank's state.
 
     Attributes:
         header: The safetensors header of the part's snapshot, as JSON.
-        positions: The offset of each tensor of the header in the rank's data file, or `NOT_HERE`.
+        positions: The offset of each tensor of the header in its data file, or `NOT_HERE`.
+        files: For each tensor, the index of its file in ``RankFile.data_files``. Empty if it is 0 for all tensors.
     """
 
     header: Raw
     positions: tuple[int, ...]
+    files: tuple[int, ...] = ()
 
 
-class RankFile(Struct, frozen=True, kw_only=True):
+class RankFile(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The content of ``rank-K.json``.
 
     Attributes:
-        data_file: Name of the rank's data file.
         parts: The shared part and, if the state has one, the rank-local part.
+        data_files: Names of the rank's data files.
+        data_file: Name of the only data file in formats 1 and 2; empty in later ones.
     """
 
-    data_file: str
     parts: tuple[StoredPart, ...]
+    data_files: tuple[str, ...] = ()
+    data_file: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,34 +139,38 @@ class StoredRank:
     """The content of ``rank-K.json``, with decoded headers.
 
     Attributes:
-        data_file: Name of the rank's data file.
+        data_files: Names of the rank's data files.
         manifests: Manifests of the shared part and of the rank-local part.
-        positions: For each manifest, the offset of each tensor in the data file, or `NOT_HERE`.
+        positions: For each manifest, the offset of each tensor in its data file, or `NOT_HERE`.
+        files: For each manifest, the index in ``data_files`` of each tensor's data file.
     """
 
-    data_file: str
+    data_files: tuple[str, ...]
     manifests: tuple[Manifest, ...]
     positions: tuple[tuple[int, ...], ...]
+    files: tuple[tuple[int, ...], ...]
 
-    def check_positions(self, num_bytes: int, *, name: str) -> None:
-        """Check that all tensors lie inside the data file.
+    def check_positions(self, lengths: Sequence[int], *, name: str) -> None:
+        """Check that each tensor lies inside its data file.
 
         `DataFiles` counts the chunks of all files together, so a position outside this file would be in another file.
 
         Args:
-            num_bytes: Length of the data file.
+            lengths: Length of each data file.
             name: Name of the file ``rank-K.json``, for the error.
 
         Raises:
-            CheckpointDamagedError: A tensor lies outside the file; ``path`` names the tensor.
+            CheckpointDamagedError: A tensor lies outside its file; ``path`` names the tensor.
         """
-        for manifest, positions in zip(self.manifests, self.positions, strict=True):
-            for entry, position in zip(manifest.tensors, positions, strict=True):
-                if position != NOT_HERE and not 0 <= position <= num_bytes - (entry.end - entry.start):
+        for manifest, positions, files in zip(self.manifests, self.positions, self.files, strict=True):
+            for entry, position, file in zip(manifest.tensors, positions, files, strict=True):
+                if not 0 <= file < len(lengths):
+                    raise damaged(name, f"expected one of {len(lengths)} data files, got number {file}", entry.name)
+                if position != NOT_HERE and not 0 <= position <= lengths[file] - (entry.end - entry.start):
                     raise damaged(
                         name,
-                        f"expected {entry.end - entry.start} bytes inside {self.data_file}, which has {num_bytes} "
-                        f"bytes, got position {position}",
+                        f"expected {entry.end - entry.start} bytes inside {self.data_files[file]}, which has "
+                        f"{lengths[file]} bytes, got position {position}",
                         entry.name,
                     )
 
@@ -187,9 +198,9 @@ def rank_file_name(rank: int) -> str:
     return f"rank-{rank}.json"
 
 
-def data_file_name(rank: int) -> str:
-    """Return the name of a rank's data file. DCP's writer uses the same name."""
-    return f"__{rank}_0{DATA_SUFFIX}"
+def data_file_name(rank: int, number: int = 0) -> str:
+    """Return the name of a data file of a rank. DCP's writer uses the same names."""
+    return f"__{rank}_{number}{DATA_SUFFIX}"
 
 
 def encode_manifest(manifest: CheckpointManifest) -> bytes:
@@ -204,7 +215,7 @@ def decode_manifest(body: bytes, *, name: str) -> CheckpointManifest:
         CheckpointDamagedError: The list is invalid, or has a newer format.
     """
     manifest = _decoded(_manifest_decoder, body, name, "list of files")
-    if manifest.format != FORMAT_VERSIONS[manifest.hash]:
+    if manifest.format not in (FORMAT_VERSIONS[manifest.hash], _OLDER_VERSIONS[manifest.hash]):
         raise damaged(name, f"expected format {FORMAT_VERSIONS[manifest.hash]}, got {manifest.format}")
     if len({entry.name for entry in manifest.files}) != len(manifest.files):
         raise damaged(name, "expected each file once in the list, got a file twice")
@@ -240,16 +251,25 @@ def decode_sealed(encoded: bytes, *, name: str) -> tuple[CheckpointManifest, byt
     return decode_manifest(body, name=name), body, sealed.signature
 
 
-def encode_rank_file(data_file: str, headers: list[bytes], positions: list[list[int]]) -> bytes:
+def encode_rank_file(
+    data_files: Sequence[str],
+    headers: Sequence[bytes],
+    positions: Sequence[Sequence[int]],
+    files: Sequence[Sequence[int]],
+) -> bytes:
     """Return the content of ``rank-K.json``.
 
     Args:
-        data_file: Name of the rank's data file.
+        data_files: Names of the rank's data files.
         headers: The safetensors header of each part, as JSON.
-        positions: For each part, the offset of each tensor in the data file, or `NOT_HERE`.
+        positions: For each part, the offset of each tensor in its data file, or `NOT_HERE`.
+        files: For each part, the index in ``data_files`` of each tensor's data file.
     """
-    parts = [StoredPart(Raw(header.rstrip()), tuple(each)) for header, each in zip(headers, positions, strict=True)]
-    return _encoder.encode(RankFile(data_file=data_file, parts=tuple(parts)))
+    parts = [
+        StoredPart(Raw(header.rstrip()), tuple(each), tuple(numbers) if any(numbers) else ())
+        for header, each, numbers in zip(headers, positions, files, strict=True)
+    ]
+    return _encoder.encode(RankFile(data_files=tuple(data_files), parts=tuple(parts)))
 
 
 def decode_rank_file(encoded: bytes, *, name: str) -> StoredRank:
@@ -268,8 +288,13 @@ def decode_rank_file(encoded: bytes, *, name: str) -> StoredRank:
             raise damaged(name, "expected a dict as state")
         if len(part.positions) != len(manifest.tensors):
             raise damaged(name, "expected a position for each tensor")
+        if part.files and len(part.files) != len(manifest.tensors):
+            raise damaged(name, "expected a data file for each tensor")
     return StoredRank(
-        data_file=file.data_file, manifests=manifests, positions=tuple(part.positions for part in file.parts)
+        data_files=file.data_files or (file.data_file,),
+        manifests=manifests,
+        positions=tuple(part.positions for part in file.parts),
+        files=tuple(part.files or (0,) * len(part.positions) for part in file.parts),
     )
 
 

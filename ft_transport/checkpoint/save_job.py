@@ -187,6 +187,8 @@ class SaveResources:
         consolidate: Path of the part of the state that is also written to consolidated files; ``None`` for no part.
         retire_old: Called on the first rank with the step of a checkpoint that has just become complete, before any
             rank reports the save as done.
+        take_damage: Returns whether this process has read a damaged checkpoint since the last call. If so, a save
+            shares no files with the last checkpoint.
     """
 
     agreement: Agreement
@@ -196,6 +198,7 @@ class SaveResources:
     trust: Trust
     consolidate: str | None
     retire_old: Callable[[int], None]
+    take_damage: Callable[[], bool]
 
     def start_writer(self) -> None:
         """Start the writer process unless it is running.
@@ -259,7 +262,9 @@ class SaveJob:
                         self._note_plan()
                         collective.compare(self)
                         describe = self.write(directory, plan)
-                        collective.commit(step, describe, lambda: resources.retire_old(step))
+                        resources.writer.last = str(
+                            collective.commit(step, describe, lambda: resources.retire_old(step))
+                        )
                         return
                 except TransportError as error:
                     if not resources.agreement.may_try_again or attempt == _MAX_ATTEMPTS:
@@ -341,7 +346,11 @@ class SaveJob:
         if plan.files:
             agreement.on_first("create the consolidated files", lambda: self._ask(messages.Create(path), messages.Done))
         more_s = sum(snapshot.num_bytes for snapshot in self._staged.snapshots()) / _LEAST_BYTES_PER_S
-        written = agreement.run("write", lambda: self._ask(messages.Write(path, plan), messages.Written, more_s=more_s))
+        writer = self._resources.writer
+        if self._resources.take_damage():
+            writer.last = ""
+        request = messages.Write(path, plan, writer.last)
+        written = agreement.run("write", lambda: self._ask(request, messages.Written, more_s=more_s))
         consolidated: list[bytes] = []
         if plan.files:
             # Several ranks have written each of these files. One rank rereads and digests it.

@@ -161,6 +161,7 @@ class BackgroundSaver:
             trust=trust,
             consolidate=consolidate,
             retire_old=inventory.retire_old,
+            take_damage=inventory.take_damage,
         )
         self._health = Agreement(group, "health", settings.timeout)
         self._under_way: tuple[Any, list[torch.Tensor]] | None = None

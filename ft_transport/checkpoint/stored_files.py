@@ -263,15 +263,20 @@ def decode_rank_files(encoded: Sequence[bytes], manifest: CheckpointManifest) ->
     """
     entries = {entry.name: entry for entry in manifest.files}
     ranks = []
+    data_files: set[str] = set()
     for rank, each in enumerate(encoded):
         name = rank_file_name(rank)
         stored = decode_rank_file(each, name=name)
-        if stored.data_file not in entries:
-            raise damaged(name, f"expected a data file that {MANIFEST_NAME} lists, got {stored.data_file[:80]!r}")
+        for data_file in stored.data_files:
+            if data_file not in entries:
+                raise damaged(name, f"expected a data file that {MANIFEST_NAME} lists, got {data_file[:80]!r}")
+            if data_file in data_files:
+                raise damaged(name, f"expected each data file once, got {data_file} twice")
+            data_files.add(data_file)
         num_parts = 2 if manifest.local_keys else 1
         if len(stored.manifests) != num_parts:
             raise damaged(name, f"expected {num_parts} parts of the state, got {len(stored.manifests)}")
-        stored.check_positions(entries[stored.data_file].num_bytes, name=name)
+        stored.check_positions([entries[each].num_bytes for each in stored.data_files], name=name)
         ranks.append(stored)
     return ranks
 

@@ -123,7 +123,8 @@ def describe(manifests: Sequence[Manifest], rank: int) -> Described:
         rank: The rank, which is part of the names of its rank-local items.
 
     Raises:
-        CheckpointError: Two leaves have the same name in DCP, or the shard of a DTensor has an unexpected shape.
+        CheckpointError: Two leaves have the same name in DCP, a name is reserved, or the shard of a DTensor has an
+            unexpected shape.
     """
     return Describer().describe(manifests, rank)
 
@@ -153,11 +154,24 @@ class Describer:
         if key != self._key:
             for walk in walks:
                 walk.add_items()
+            _refuse_equal_keys(described.items)
             self._key, self._items = key, described.items
             self._structure = _digest_of(described)
         described.items = self._items
         described.structure = self._structure
         return described
+
+
+def _refuse_equal_keys(items: Sequence[WriteItem]) -> None:
+    """Raise an error if two items have the same key, as a view of ``x`` and a tensor with the name ``x (view)``."""
+    keys = set()
+    for item in items:
+        if (item.part, item.key) in keys:
+            raise CheckpointError(
+                "expected a name that is not that of another tensor followed by (view) or (bytes); rename the key",
+                path=item.key[0],
+            )
+        keys.add((item.part, item.key))
 
 
 def _digest_of(described: Described) -> int:

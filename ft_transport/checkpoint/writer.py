@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import mmap
 import os
 import select
@@ -46,6 +47,14 @@ from ft_transport.checkpoint.plan import (
     write_box,
 )
 from ft_transport.checkpoint.saved_values import encode_value
+from ft_transport.checkpoint.shared_files import (
+    ItemDigest,
+    ItemForm,
+    StoredDataFile,
+    StoredItem,
+    StoredItems,
+    form_of,
+)
 from ft_transport.checkpoint.torch_save import envelope_of
 from ft_transport.checkpoint.write_items import SHARED, Described, Describer, WriteItem, describe
 from ft_transport.checkpoint.writer_process import (
@@ -102,7 +111,8 @@ class Writer:
         self._describer = Describer()
         self._described = Described()
         self._plan: SavePlan | None = None
-        self._dcp_metadata: tuple[list[tuple[tuple[int, int], ...]], bytes] | None = None
+        self._dcp_metadata: tuple[list[list[tuple[str, int, int]]], bytes] | None = None
+        self._stored = StoredItems({}, {})
 
     def perform(self, request: WriterRequest, descriptors: list[int]) -> WriterAnswer:
         """Perform a request, close its descriptors, and return the answer.
@@ -127,7 +137,7 @@ class Writer:
             case Compare():
                 return self._compare(request)
             case Write():
-                return self._write(Path(request.directory), request.plan)
+                return self._write(request)
             case Describe():
                 return self._describe(request)
 
@@ -212,35 +222,93 @@ class Writer:
             return memoryview(b"")
         return gathered(self._data[item.part], piece)
 
-    def _write(self, directory: Path, plan: RankPlan) -> Written:
-        places = []
-        positions = [[NOT_HERE] * len(manifest.tensors) for manifest in self._manifests]
-        name = data_file_name(self._rank)
+    def _write(self, request: Write) -> Written:
+        directory, plan = Path(request.directory), request.plan
         self._check()
-        with DigestedFile(directory / name, self._check, hash_name=self._hash_name) as file:
-            for at in plan.items:
-                item = self._described.items[at]
-                before = after = b""
-                if item.names:
-                    before, after = envelope_of(item.dtype, item.shape, item.num_bytes)
-                start = file.position
-                if item.is_entry:
-                    positions[item.part][item.entry] = start + len(before)
-                file.write(before, self._bytes_of(item), after)
-                places.append((start, file.position - start))
-            for at in plan.values:
-                value = self._described.values[at]
-                start = file.position
-                file.write(encode_value(value.node, self._manifests[value.part], self._data[value.part]))
-                places.append((start, file.position - start))
-            data_file = file.finish()
+        digests = self._digest_items(plan)
+        shared = StoredItems({}, {})
+        if request.last:
+            # After a failed write, few files of `_stored` are in the last checkpoint; the others are not found there.
+            shared = self._stored.link_unchanged(digests, Path(request.last), directory)
+        stored = dict(shared.items)
+        files = dict(shared.files)
+        names = (name for number in itertools.count() if (name := data_file_name(self._rank, number)) not in files)
+        written = [at for at in plan.items if self._form_of(at) not in stored]
+        unchanged = [at for at in written if self._is_unchanged(at, digests)]
+        if unchanged:
+            name = next(names)
+            with self._data_file(directory / name) as file:
+                stored.update(self._append(file, name, at, digests) for at in unchanged)
+                files[name] = StoredDataFile.of(directory, file.finish())
+        name = next(names)
+        with self._data_file(directory / name) as file:
+            stored.update(self._append(file, name, at, digests) for at in written if self._form_of(at) not in stored)
+            values = [self._append_value(file, name, at) for at in plan.values]
+            files[name] = StoredDataFile.of(directory, file.finish())
+        self._stored = StoredItems(files, stored)
         self._put_consolidated(directory, plan)
         # If the trainer has died, its successor may already write to a directory of the same name.
         self._check()
-        description = encode_rank_file(name, self._headers, positions)
+        description = self._describe_rank(plan)
         description_file = write_small(directory / rank_file_name(self._rank), description, hash_name=self._hash_name)
         sync_directory(directory)
-        return Written((data_file, description_file), tuple(places))
+        numbers = {name: number for number, name in enumerate(files)}
+        items = (stored[self._form_of(at)] for at in plan.items)
+        places = [*((item.file, item.start, item.num_bytes) for item in items), *values]
+        return Written(
+            (*(each.entry for each in files.values()), description_file),
+            tuple((numbers[name], start, num_bytes) for name, start, num_bytes in places),
+        )
+
+    def _digest_items(self, plan: RankPlan) -> dict[ItemForm, ItemDigest]:
+        digests: dict[ItemForm, ItemDigest] = {}
+        for at in plan.items:
+            form = self._form_of(at)
+            digests[form] = ItemDigest.of(self._bytes_of(self._described.items[at]), self._stored.digest_of(form))
+            self._check()
+        return digests
+
+    def _is_unchanged(self, at: int, digests: dict[ItemForm, ItemDigest]) -> bool:
+        form = self._form_of(at)
+        return digests[form].equals(self._stored.digest_of(form))
+
+    def _form_of(self, at: int) -> ItemForm:
+        return form_of(self._described.items[at])
+
+    def _data_file(self, path: Path) -> DigestedFile:
+        return DigestedFile(path, self._check, hash_name=self._hash_name)
+
+    def _append(
+        self, file: DigestedFile, name: str, at: int, digests: dict[ItemForm, ItemDigest]
+    ) -> tuple[ItemForm, StoredItem]:
+        """Append an item to a data file, and return its form and its place."""
+        item, form = self._described.items[at], self._form_of(at)
+        before = after = b""
+        if item.names:
+            before, after = envelope_of(item.dtype, item.shape, item.num_bytes)
+        start = file.position
+        file.write(before, self._bytes_of(item), after)
+        return form, StoredItem(digests[form], name, start, file.position - start, start + len(before))
+
+    def _append_value(self, file: DigestedFile, name: str, at: int) -> tuple[str, int, int]:
+        """Append a value to a data file, and return its place."""
+        value = self._described.values[at]
+        start = file.position
+        file.write(encode_value(value.node, self._manifests[value.part], self._data[value.part]))
+        return name, start, file.position - start
+
+    def _describe_rank(self, plan: RankPlan) -> bytes:
+        """Return the content of ``rank-K.json``."""
+        numbers = {name: number for number, name in enumerate(self._stored.files)}
+        positions = [[NOT_HERE] * len(manifest.tensors) for manifest in self._manifests]
+        files = [[0] * len(manifest.tensors) for manifest in self._manifests]
+        for at in plan.items:
+            item = self._described.items[at]
+            if item.is_entry:
+                place = self._stored.items[self._form_of(at)]
+                positions[item.part][item.entry] = place.data_start
+                files[item.part][item.entry] = numbers[place.file]
+        return encode_rank_file(list(numbers), self._headers, positions, files)
 
     def _put_consolidated(self, directory: Path, plan: RankPlan) -> None:
         for number, name in enumerate(plan.files):
@@ -263,7 +331,9 @@ class Writer:
         written, reread = (
             [_written_decoder.decode(each) for each in some] for some in (request.written, request.reread)
         )
-        places = [each.places for each in written]
+        places = [
+            [(each.files[file].name, start, num_bytes) for file, start, num_bytes in each.places] for each in written
+        ]
         # Reuse the encoded metadata if no place has changed: encoding 10,000 tensors takes half a second.
         if self._dcp_metadata is None or self._dcp_metadata[0] != places:
             self._dcp_metadata = (places, encode_dcp_metadata(self._planned, places))

@@ -81,10 +81,17 @@ class Compare(Struct, tag=True):
 
 
 class Write(Struct, tag=True):
-    """Write the files of this rank into a directory, as the plan says."""
+    """Write the files of this rank into a directory, as the plan says.
+
+    Attributes:
+        directory: Path of the directory.
+        plan: The work of this rank.
+        last: Path of the last checkpoint, with which the new one may share data files; empty if there is none.
+    """
 
     directory: str
     plan: RankPlan
+    last: str
 
 
 class Describe(Struct, tag=True):
@@ -130,12 +137,13 @@ class Written(Struct, tag=True):
     """The answer to `Write` and `Reread`.
 
     Attributes:
-        files: The files that were written or digested.
-        places: The offset and length of each written item, then of each written value, in the data file.
+        files: The files of the rank in the directory: data files, shared or written, then the description of the rank;
+            or the files that were digested.
+        places: The place of each item of the plan, then of each value: index in ``files``, offset and length.
     """
 
     files: tuple[FileEntry, ...]
-    places: tuple[tuple[int, int], ...]
+    places: tuple[tuple[int, int, int], ...]
 
 
 class Done(Struct, tag=True):
@@ -231,6 +239,7 @@ class WriterProcess:
 
     Attributes:
         number: Number of processes started so far, which identifies the running one.
+        last: Path of the last checkpoint to which the running process has written; empty if there is none.
     """
 
     def __init__(self, *, is_private: bool = False) -> None:
@@ -238,6 +247,7 @@ class WriterProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self.number = 0
+        self.last = ""
         close_in_children(self)
 
     def is_mine(self, candidate: socket.socket) -> bool:
@@ -261,6 +271,7 @@ class WriterProcess:
             WriterFailedError: The process could not be started, or was not ready within ``timeout_s`` seconds.
         """
         self.close()
+        self.last = ""
         with making_socket:
             ours, theirs = socket.socketpair()
             self._connection = ours

@@ -84,8 +84,17 @@ def make_directory(path: Path, *, is_private: bool = False, is_ok_if_there: bool
 
 
 def make_read_only(path: Path) -> None:
-    """Remove all write permissions from a file."""
-    path.chmod(stat.S_IMODE(path.stat().st_mode) & ~_WRITE_BITS)
+    """Remove all write permissions from a regular file.
+
+    Raises:
+        UnusableFileError: The path is not a regular file.
+        OSError: The file cannot be opened, or belongs to another user.
+    """
+    descriptor = open_regular(path)
+    try:
+        os.fchmod(descriptor, stat.S_IMODE(os.fstat(descriptor).st_mode) & ~_WRITE_BITS)
+    finally:
+        os.close(descriptor)
 
 
 def read_regular(path: Path, *, max_bytes: int) -> bytes:

@@ -90,11 +90,12 @@ def test_a_trainer_killed_at_any_step_leaves_the_old_or_the_new_whole(
         "writer of new",
         pytest.param("writer of replacing", marks=pytest.mark.long),
         pytest.param("writer of new, after", marks=pytest.mark.long),
+        pytest.param("writer of new, shared", marks=pytest.mark.long),
     ],
 )
 def test_a_writer_killed_at_any_step_is_replaced_and_the_save_succeeds(tmp_path: Path, name: str) -> None:
     cases = run(name, tmp_path)
-    assert steps_of(cases) == _WRITING
+    assert steps_of(cases) == (_WRITING | {"link"} if script.SCENARIOS[name].is_shared else _WRITING)
     assert [case["ended"][0]["failure"] for case in cases] == [""] * len(cases)
     assert outcomes_of(cases) == [(script.SCENARIOS[name].step, script.NEW)] * len(cases)
 

@@ -92,7 +92,7 @@ def test_a_position_that_leads_into_the_file_of_another_rank(tmp_path: Path) -> 
 
     forge_manifest(directory, add_rank)
     relist(directory, "__1_0.distcp")
-    forge_json(directory, "rank-1.json", lambda it: it.update(data_file="__1_0.distcp"))
+    forge_json(directory, "rank-1.json", lambda it: it.update(data_files=["__1_0.distcp"]))
     with CheckpointStore(tmp_path, read_only=True, settings=_SETTINGS) as store:
         assert store.load(2).state["w"].tolist() == [1] * 1000
         forge_json(directory, "rank-1.json", lambda it: it["parts"][0].update(positions=[-1]))
@@ -105,8 +105,16 @@ def test_a_position_that_leads_into_the_file_of_another_rank(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        pytest.param(lambda it: it.update(data_file="__9_0.distcp"), "expected a data file", id="another file"),
-        pytest.param(lambda it: it.update(data_file="../../etc/passwd"), "expected a data file", id="elsewhere"),
+        pytest.param(lambda it: it.update(data_files=["__9_0.distcp"]), "expected a data file", id="another file"),
+        pytest.param(lambda it: it.update(data_files=["../../etc/passwd"]), "expected a data file", id="elsewhere"),
+        pytest.param(lambda it: it.update(data_files=[]), "expected a data file", id="no file"),
+        pytest.param(lambda it: it["parts"][0].update(files=[0, 1]), "data files, got number 1", id="one too many"),
+        pytest.param(lambda it: it["parts"][0].update(files=[0, -1]), "data files, got number -1", id="one before"),
+        pytest.param(
+            lambda it: it["parts"][1].update(positions=[-1], files=[10**9]), "data files, got number 10", id="unused"
+        ),
+        pytest.param(lambda it: it.update(data_files=2 * it["data_files"]), "each data file once", id="twice"),
+        pytest.param(lambda it: it["parts"][0].update(files=[0]), "a data file for each", id="a file less"),
         pytest.param(lambda it: it.update(parts=[]), "expected 2 parts", id="no parts"),
         pytest.param(lambda it: it["parts"].pop(), "expected 2 parts", id="a part less"),
         pytest.param(lambda it: it["parts"][0].update(header={}), "snapshot", id="no header"),

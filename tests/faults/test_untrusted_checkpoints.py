@@ -85,7 +85,7 @@ def test_what_the_token_has_signed_is_loaded(root: Path) -> None:
     expect_loaded(root)
     listed = json.loads((root / "step-2" / MANIFEST_NAME).read_text())
     assert _TOKEN not in json.dumps(listed)
-    assert listed["body"]["format"] == 2
+    assert listed["body"]["format"] == 4
     digests = {each["name"]: each["digests"] for each in listed["body"]["files"]}
     assert {len(each) for each in digests.values()} == {64}
     assert "model.safetensors.index.json" in digests
@@ -151,7 +151,7 @@ def test_a_token_that_is_being_replaced_loads_what_either_has_signed(root: Path)
 
 def test_without_a_signature_it_is_refused_unless_that_is_accepted(tmp_path: Path) -> None:
     root = save(tmp_path / "root", (1, 2), token=None)
-    assert json.loads((root / "step-2" / MANIFEST_NAME).read_text())["body"]["format"] == 1
+    assert json.loads((root / "step-2" / MANIFEST_NAME).read_text())["body"]["format"] == 3
     expect_loaded(root, token=None)
     expect_refused(root, "no signature.*accept_unsigned=True")
     expect_loaded(root, accept_unsigned=True)

@@ -50,6 +50,14 @@ def test_plain_tensors_that_all_ranks_have_are_written_once(ranks: list[dict[str
     assert [report["plain_own"] for report in ranks] == list(range(script.NUM_RANKS))
 
 
+def test_ranks_write_only_what_has_changed_and_any_layout_loads_it(ranks: list[dict[str, Any]]) -> None:
+    for report in ranks:
+        shared = report["shared"]
+        assert shared["differences"] == shared["dcp"] == []
+        # Beside the tensor, each save writes its small files again.
+        assert shared["tensor_bytes"] <= shared["new_bytes"] <= shared["tensor_bytes"] + 200_000
+
+
 @pytest.mark.parametrize("layout", [*script.LOADED_AS, "nothing to load into"])
 def test_a_layout_is_loaded_bit_for_bit_and_each_byte_read_once(ranks: list[dict[str, Any]], layout: str) -> None:
     loaded = [report["loaded"][layout] for report in ranks]

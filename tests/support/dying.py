@@ -12,7 +12,7 @@ from typing import Any
 from ft_transport.checkpoint import directory
 from ft_transport.coordination.agreement import Agreement
 
-_CALLS = ("mkdir", "rename", "unlink", "rmdir", "fsync", "writev")
+_CALLS = ("mkdir", "rename", "unlink", "rmdir", "fsync", "writev", "link")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 

@@ -226,7 +226,9 @@ _TREES = (
 )
 _SLICES = encode_request([(Slice(0, 100), Slice(200, 8, ((3, 16), (2, 100)))), (Slice(5, 1),)])
 _RANGES = (b"bytes=0-99", b"bytes=5-", b"bytes=-5", b'bytes=1-2\n"id"', b"bytes=1-2,4-5")
-_RANK_FILE = checkpoint_manifest.encode_rank_file("__0_0.ft", [_HEADER], [[0] * len(manifest_of(_FILE).tensors)])
+_RANK_FILE = checkpoint_manifest.encode_rank_file(
+    ["__0_0.ft"], [_HEADER], *(2 * [[[0] * len(manifest_of(_FILE).tensors)]])
+)
 
 TARGETS: dict[str, Target] = {
     "header": Target(_fuzz_header, (_HEADER,), _TREE_WORDS),

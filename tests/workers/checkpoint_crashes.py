@@ -51,7 +51,8 @@ class Scenario:
     """A save that is killed.
 
     `step` is saved where step 1 has been, so that it replaces that if it is 1. The victim is a trainer or a writer, of
-    one rank. Of all steps at which it can be killed, `chosen` are tried; by default each.
+    one rank. Of all steps at which it can be killed, `chosen` are tried; by default each. If `is_shared`, the process
+    has itself saved step 1, whose files it shares.
     """
 
     step: int
@@ -60,6 +61,7 @@ class Scenario:
     is_exchange_there: bool = True
     num_ranks: int = 1
     is_in_recovery: bool = False
+    is_shared: bool = False
     keep: int | None = None
     chosen: tuple[int, ...] | None = None
     sides: tuple[str, ...] = ("before", "after")
@@ -73,6 +75,7 @@ SCENARIOS = {
     "replacing without exchange": Scenario(step=1, is_exchange_there=False, sides=("after",)),
     "writer of new": Scenario(step=2, victim="writer", sides=("before",)),
     "writer of new, after": Scenario(step=2, victim="writer", sides=("after",)),
+    "writer of new, shared": Scenario(step=2, victim="writer", sides=("after",), is_shared=True),
     "writer of replacing": Scenario(step=1, victim="writer", sides=("before",)),
     "recovering": Scenario(step=1, is_in_recovery=True),
     "recovering without exchange": Scenario(step=1, is_in_recovery=True, is_exchange_there=False, sides=("after",)),
@@ -86,6 +89,7 @@ SCENARIOS = {
 def state(value: int) -> dict[str, Any]:
     return {
         "model": {"w": torch.full((1000, 3), float(value)), "b": torch.full((7,), value, dtype=torch.int64)},
+        "frozen": torch.full((1000, 7), 3.0),
         "progress": {"n": value, "names": ["a", value]},
     }
 
@@ -210,6 +214,8 @@ def trainer(scenario: Scenario, rank: int, root: Path, meeting: Path, *, fatal: 
             if scenario.victim == "trainer" and is_victim:
                 fuse.arm(fatal, is_after=is_after)
             try:
+                if scenario.is_shared:
+                    store.save(1, state(OLD), overwrite=True, wait=True)
                 store.save(scenario.step, state(NEW), overwrite=True, wait=True)
             except CheckpointError as error:
                 failure = f"{type(error).__name__}: {error}"

@@ -205,6 +205,28 @@ def load_stages(store: CheckpointStore) -> list[str]:
     return differences(expected, dict(sorted(store.load(STEP + 2).state.items())))
 
 
+def share_files(root: Path, replica: Replica, reference: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint after one in which a tensor had other values, loaded in another layout and with DCP."""
+    weight = replica.state()["model"]["down.weight"].to_local()
+    with CheckpointStore(root, settings=SETTINGS) as store:
+        weight.neg_()
+        store.save(STEP - 1, replica.state(), wait=True)
+        weight.neg_()
+        store.save(STEP, replica.state(), wait=True)
+        files = [path.stat() for path in (root / f"step-{STEP}").iterdir()]
+        layout = LAYOUTS["fsdp 2 x tp 2"]
+        mesh = DeviceMesh("cpu", torch.arange(layout.size).view(layout.shape), mesh_dim_names=layout.names)
+        state = Replica(layout, mesh).state()
+        scramble(state)
+        loaded = store.load(STEP, into=state)
+    return {
+        "new_bytes": sum(status.st_size for status in files if status.st_nlink == 1),
+        "tensor_bytes": 4 * weight.numel() * layout.shape[1],
+        "differences": differences(reference, {key: loaded.state[key] for key in reference}),
+        "dcp": load_with_dcp(root / f"step-{STEP}", replica.state(), reference)["differences"],
+    }
+
+
 def run_four(root: Path) -> dict[str, Any]:
     reference = make_reference()  # With a group, ranks other than the first get nothing from get_state_dict.
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
@@ -225,6 +247,8 @@ def run_four(root: Path) -> dict[str, Any]:
         replica.load(reference)
         report["diverged"] = refuse_diverged(store, root / "sharded", replica.state())
         report["stages"] = load_stages(store)
+    replica.load(reference)
+    report["shared"] = share_files(root / "shared", replica, reference)
     report["consolidated"] = [consolidate(root / f"consolidated-{dim}", mesh, dim) for dim in (0, 1)]
     with CheckpointStore(root / "plain", rank_local=("own",), settings=SETTINGS) as store:
         plain = {"both": torch.arange(3 << 20), "small": [torch.ones(7) * n for n in range(100)]}

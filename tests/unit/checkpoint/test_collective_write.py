@@ -46,6 +46,7 @@ class Saves:
             trust=Trust(None, "", accepts_unsigned=False),
             consolidate=None,
             retire_old=lambda step: self.note("committed"),
+            take_damage=lambda: False,
         )
 
     def save(self, step: int, content: str) -> None:
