@@ -182,8 +182,7 @@ class Inventory:
         Raises:
             CheckpointError: DCP wrote a later checkpoint than this package.
         """
-        newer = self.newer_of_dcp()
-        if newer is not None:
+        if (newer := self.newer_of_dcp()) is not None:
             raise CheckpointError(
                 f"expected the newest checkpoint in {self.directory.root} to be this package's own, but another "
                 f"program wrote {newer.path} with torch.distributed.checkpoint; load that with dcp.load or with "
@@ -289,8 +288,7 @@ class Inventory:
 
     def _found(self, step: CheckpointSelector) -> FoundCheckpoint:
         if step == "latest":
-            steps = self.directory.numbers()
-            if not steps:
+            if not (steps := self.directory.numbers()):
                 raise CheckpointNotFoundError(f"expected a checkpoint in {self.directory.root}, there is none")
             step = steps[-1]
         path = self.directory.find(step)
@@ -300,8 +298,7 @@ class Inventory:
                 f"{self.directory.numbers() or 'none'}",
                 step=step,
             )
-        identity = _identity(path)
-        if identity is None:
+        if (identity := _identity(path)) is None:
             raise CheckpointNotFoundError(f"expected a checkpoint in {path}, but it was just deleted", step=step)
         return FoundCheckpoint(step=step, path=str(path), identity=identity)
 
@@ -332,11 +329,10 @@ class Inventory:
             return damaged
 
         with self.reading(found):
-            damaged = [text for each in agreement.values_of_all("verify", find, _damaged_decoder) for text in each]
-            if damaged:
-                raise CheckpointDamagedError(
-                    "; ".join(damaged), files=tuple(text.split(":")[0] for text in damaged), step=found.step
-                )
+            texts = [text for each in agreement.values_of_all("verify", find, _damaged_decoder) for text in each]
+            if texts:
+                names = tuple(text.split(":")[0] for text in texts)
+                raise CheckpointDamagedError("; ".join(texts), files=names, step=found.step)
 
     def _is_good(self, step: int) -> bool:
         try:
@@ -347,13 +343,11 @@ class Inventory:
         return True
 
     def _on_directory(self, phase: str, action: Callable[[], T], decoder: msgspec.msgpack.Decoder[T]) -> T:
-        retries = ReadRetries(self._retry_s)
-
         def run() -> T:
             with self._mutex:
                 return action()
 
-        return self._agreement.value_of_first(phase, lambda: retries.call(run), decoder)
+        return self._agreement.value_of_first(phase, lambda: ReadRetries(self._retry_s).call(run), decoder)
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:

@@ -21,8 +21,9 @@ import torch
 from ft_transport.checkpoint.collective_write import CollectiveWrite
 from ft_transport.checkpoint.inventory import Inventory
 from ft_transport.checkpoint.manifest import Trust
-from ft_transport.checkpoint.save_job import MAX_TIMEOUTS, SaveJob, SaveResources, StagedState
+from ft_transport.checkpoint.save_job import MAX_TIMEOUTS, SaveJob, SaveResources
 from ft_transport.checkpoint.settings import StoreSettings
+from ft_transport.checkpoint.staging import StagedState
 from ft_transport.checkpoint.writer_process import WriterProcess
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import RankGroup

@@ -16,7 +16,6 @@ from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.inventory import Inventory, load_newest_good
 from ft_transport.checkpoint.load import Destination, LoadedCheckpoint, load
 from ft_transport.checkpoint.manifest import MANIFEST_NAME, Trust
-from ft_transport.checkpoint.save_job import Lease, StagedState, State, StateStager
 from ft_transport.checkpoint.saver import BackgroundSaver, SaveHandle, StoreHealth
 from ft_transport.checkpoint.settings import (
     CheckpointSelector,
@@ -27,6 +26,7 @@ from ft_transport.checkpoint.settings import (
     checked_store_arguments,
     compare_settings,
 )
+from ft_transport.checkpoint.staging import Lease, StagedState, State, StateStager
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import RankGroup
 from ft_transport.errors import CheckpointError, ConfigurationError, TransportError

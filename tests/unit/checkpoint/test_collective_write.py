@@ -16,8 +16,9 @@ from ft_transport.checkpoint.collective_write import CollectiveWrite, TakenSnaps
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.manifest import Trust
 from ft_transport.checkpoint.plan import RankPlan
-from ft_transport.checkpoint.save_job import SaveJob, SaveResources, StagedState
+from ft_transport.checkpoint.save_job import SaveJob, SaveResources
 from ft_transport.checkpoint.settings import StoreSettings
+from ft_transport.checkpoint.staging import StagedState
 from ft_transport.checkpoint.writer_process import WriterProcess
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import RankGroup
