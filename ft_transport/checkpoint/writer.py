@@ -90,6 +90,8 @@ from ft_transport.wire.snapshot import gathered
 _NICENESS: Final = 5
 """Lowers the priority of the writer, so that training gets the cores first."""
 _DIGEST_BYTES: Final = 8
+_MIN_UNCHANGED_BYTES: Final = 64 << 10
+"""Fewer bytes of unchanged items are not worth a data file of their own."""
 
 _written_decoder: Final = msgspec.msgpack.Decoder(Written)
 
@@ -235,7 +237,7 @@ class Writer:
         names = (name for number in itertools.count() if (name := data_file_name(self._rank, number)) not in files)
         written = [at for at in plan.items if self._form_of(at) not in stored]
         unchanged = [at for at in written if self._is_unchanged(at, digests)]
-        if unchanged:
+        if sum(self._described.items[at].num_bytes for at in unchanged) >= _MIN_UNCHANGED_BYTES:
             name = next(names)
             with self._data_file(directory / name) as file:
                 stored.update(self._append(file, name, at, digests) for at in unchanged)
