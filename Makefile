@@ -45,7 +45,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV); this takes a few minutes the first time"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) torch
-	@$(PIP) --editable '.[dev,bench,docs]'
+	@$(PIP) --editable '.[dev,bench,bucket,docs]'
 	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
 		$(PIP) --editable '.[torchft]' || \
 		echo "WARNING: torchft could not be installed (it has wheels for Python 3.10 to 3.13); the tests against the real torchft will be skipped" >&2; \

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from ft_transport.checkpoint.saver import StoreHealth as StoreHealth
     from ft_transport.checkpoint.settings import StoreSettings as StoreSettings
     from ft_transport.checkpoint.store import CheckpointStore as CheckpointStore
+    from ft_transport.checkpoint.uploading import Upload as Upload
     from ft_transport.credentials import TLSFiles as TLSFiles
     from ft_transport.http.client.fetch_settings import FetchTimeout as FetchTimeout
     from ft_transport.publish.adapter import LoRAAdapter as LoRAAdapter

@@ -262,6 +262,15 @@ def quorum_ready(torchft_ready: None) -> None:
 
 
 @pytest.fixture(scope="session")
+def obstore_ready() -> None:
+    """For a test that uses obstore in this process: its runtime keeps descriptors from the first request on."""
+    import obstore
+    from obstore.store import MemoryStore
+
+    obstore.put(MemoryStore(), "first", b"")
+
+
+@pytest.fixture(scope="session")
 def torchft_ready() -> None:
     """For a test that uses torchft in this process: its runtime keeps a pair of sockets. Skips where it is missing."""
     coordination = pytest.importorskip("torchft.coordination")

@@ -8,34 +8,25 @@ prevents deadlocks.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
-from itertools import islice
-from pathlib import Path
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry, HashName
-from ft_transport.checkpoint.stored_files import CHUNK_IS_GOOD, ReadRetries, StoredFile
+from ft_transport.checkpoint.chunk_reader import Ahead, ChunkReader, DataFiles
+from ft_transport.checkpoint.stored_files import CHUNK_IS_GOOD, ReadRetries
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.gloo_exchange import GlooExchange
 from ft_transport.coordination.votes import AbandonedError
-from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.wire.slices import Slice
 from ft_transport.wire.snapshot import Memory, copy_out, put
 
 T = TypeVar("T")
 
-_NUM_READERS: Final = 2
-_AHEAD: Final = 4
-"""Number of chunks that are read ahead from files, and also received ahead from other ranks."""
 _MAX_SENDING: Final = 16
 _CHECK_EVERY: Final = 16
 _NOBODY: Final = -1
@@ -57,106 +48,6 @@ class Need(NamedTuple):
     memory: Memory
     target: Slice
     path: str
-
-
-@dataclass(frozen=True, slots=True)
-class DataFiles:
-    """The data files of a checkpoint. The index of a chunk continues from one file to the next.
-
-    Attributes:
-        directory: The directory of the files.
-        files: Name, length and digests of each file.
-        hash_name: Hash function of the digests.
-        first_chunks: Index of the first chunk of each file, followed by the total number of chunks.
-    """
-
-    directory: Path
-    files: tuple[FileEntry, ...]
-    hash_name: HashName
-    first_chunks: tuple[int, ...]
-
-    @classmethod
-    def of(cls, directory: Path, files: Sequence[FileEntry], hash_name: HashName) -> DataFiles:
-        """Return the data files, after counting their chunks."""
-        first = [0]
-        for file in files:
-            first.append(first[-1] + -(-file.num_bytes // CHUNK_BYTES))
-        return cls(directory, tuple(files), hash_name, tuple(first))
-
-    @property
-    def num_chunks(self) -> int:
-        """Total number of chunks in all files."""
-        return self.first_chunks[-1]
-
-    def place_of(self, chunk: int) -> tuple[int, int, int]:
-        """Return the index of the file that contains a chunk, and the chunk's start and end in that file."""
-        file = bisect_right(self.first_chunks, chunk) - 1
-        start = (chunk - self.first_chunks[file]) * CHUNK_BYTES
-        return file, start, min(start + CHUNK_BYTES, self.files[file].num_bytes)
-
-    def chunks_of(self, need: Need) -> range:
-        """Return the indices of all chunks that contain needed bytes."""
-        first = self.first_chunks[need.file]
-        return range(first + need.piece.start // CHUNK_BYTES, first + (need.piece.end - 1) // CHUNK_BYTES + 1)
-
-
-class _Ahead(Generic[T]):
-    """Starts an operation for each chunk, a few chunks ahead of `next`, which returns the operations in order."""
-
-    def __init__(self, begin: Callable[[int], T], chunks: Sequence[int]) -> None:
-        self._begin, self._chunks = begin, iter(chunks)
-        self._begun = deque(map(begin, islice(self._chunks, _AHEAD)))
-
-    def next(self) -> T:
-        begun = self._begun.popleft()
-        self._begun.extend(map(self._begin, islice(self._chunks, 1)))
-        return begun
-
-
-class ChunkReader:
-    """Reads and verifies chunks in order, a few chunks ahead of `next`, on its own threads. A context manager.
-
-    Args:
-        files: The files to read.
-        chunks: Indices of the chunks to read, ascending.
-        retries: Retries failed reads.
-    """
-
-    def __init__(self, files: DataFiles, chunks: Sequence[int], retries: ReadRetries) -> None:
-        self._files = files
-        self._retries = retries
-        self._open: dict[int, StoredFile] = {}
-        self._pool = SafeExecutor(_NUM_READERS, "ft-transport-read")
-        self._ahead = _Ahead(self._begin, chunks)
-
-    def next(self) -> bytearray:
-        """Return the bytes of the next chunk, followed by the byte `CHUNK_IS_GOOD`.
-
-        Raises:
-            CheckpointDamagedError: The chunk differs from its digest.
-            OSError: The chunk cannot be read.
-        """
-        file, reading = self._ahead.next()
-        chunk = reading.result()
-        # Close finished files: each saving rank wrote one, and a process may not have so many open.
-        for done in [number for number in self._open if number < file]:
-            self._open.pop(done).close()
-        return chunk
-
-    def __enter__(self) -> ChunkReader:
-        return self
-
-    def __exit__(self, *_exc_info: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        for file in self._open.values():
-            file.close()
-
-    def _begin(self, chunk: int) -> tuple[int, Future[bytearray]]:
-        files = self._files
-        number, start, _ = files.place_of(chunk)
-        if number not in self._open:
-            self._open[number] = StoredFile(files.directory, files.files[number], files.hash_name, self._retries)
-        return number, self._pool.submit(self._open[number].read, start // CHUNK_BYTES)
 
 
 def read_needs(
@@ -210,7 +101,7 @@ class _Reading:
         self._needs = deque(sorted(needs, key=lambda need: (need.file, need.piece.start)))
         wanted = np.zeros(files.num_chunks, dtype=np.bool_)
         for need in self._needs:
-            chunks = files.chunks_of(need)
+            chunks = self._chunks_of(need)
             wanted[chunks.start : chunks.stop] = True
         alone = agreement.size == 1 or not is_read_once
         self._by_rank = wanted[np.newaxis] if alone else _gather_flags(wanted, self._exchange)
@@ -225,7 +116,7 @@ class _Reading:
         involved = np.flatnonzero(self._by_rank[self._rank] | is_own).tolist()
         num_bytes = 0
         with ChunkReader(self._files, np.flatnonzero(is_own).tolist(), self._retries) as reader:
-            receiving = _Ahead(self._begin_receive, [chunk for chunk in involved if not is_own[chunk]])
+            receiving = Ahead(self._begin_receive, [chunk for chunk in involved if not is_own[chunk]])
             for number, chunk in enumerate(involved):
                 if not number % _CHECK_EVERY:
                     self._attempt(self._check)
@@ -242,6 +133,9 @@ class _Reading:
                 self._exchange.wait(work)
         assert self.failure is not None or not self._needs, "every needed chunk was read"
         return num_bytes
+
+    def _chunks_of(self, need: Need) -> range:
+        return self._files.chunks_between(need.file, need.piece.start, need.piece.end)
 
     def _attempt(self, action: Callable[[], T]) -> T | None:
         """Run ``action`` and return its result; return ``None`` if the action fails or an earlier action has failed.
@@ -281,10 +175,10 @@ class _Reading:
             name = self._files.files[self._files.place_of(chunk)[0]].name
             raise AbandonedError(f"rank {self._readers[chunk]} could not read a chunk of {name}")
         self._data[chunk] = view[:-1]
-        while self._needs and self._files.chunks_of(self._needs[0])[-1] <= chunk:
+        while self._needs and self._chunks_of(self._needs[0])[-1] <= chunk:
             self._put(self._needs.popleft())
         # The needs are in order of the file, so no later need uses an earlier chunk.
-        first = self._files.chunks_of(self._needs[0])[0] if self._needs else self._files.num_chunks
+        first = self._chunks_of(self._needs[0])[0] if self._needs else self._files.num_chunks
         for done in [each for each in self._data if each < first]:
             del self._data[done]
 
@@ -306,7 +200,7 @@ class _Reading:
                 start += len(data)
 
     def _pieces(self, need: Need) -> Iterator[memoryview]:
-        for chunk in self._files.chunks_of(need):
+        for chunk in self._chunks_of(need):
             _, start, end = self._files.place_of(chunk)
             yield self._data[chunk][max(need.piece.start, start) - start : min(need.piece.end, end) - start]
 

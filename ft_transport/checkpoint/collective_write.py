@@ -1,4 +1,4 @@
-"""The phases in which the ranks of a group write one numbered directory together. It appears complete or not at all.
+"""The phases in which the ranks of a group write one numbered checkpoint together. It appears complete or not at all.
 
 All ranks run each phase together. Saves (``SaveJob``) and exports of published versions (``ExportJob``) use the same
 phases. Both classes are a `WriteJob`, which defines where the snapshot is (in a writer process or in this process) and
@@ -6,11 +6,11 @@ which files are written. Their methods ``run`` call the phases in this order:
 
 ```
  stage     every rank completes its part of the snapshot; the ranks compare their settings
- agree     the first rank creates the directory; all ranks that write wait until they see it; the ranks divide the work,
-           unless the last write had the same structure
+ agree     the first rank begins an attempt; all ranks that write wait until they see its directory; the ranks divide
+           the work, unless the last write had the same structure
  compare   ranks with the same item compare its bytes, before anything is written
  write     the job writes its data files; each job has its own phases for this
- commit    the first rank writes the remaining files, flushes them, renames the directory, and flushes the rename
+ commit    the first rank writes the remaining files, and makes the checkpoint visible (``CheckpointRoot.commit``)
 ```
 """
 
@@ -18,25 +18,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
 from msgspec import Struct
 
-from ft_transport.checkpoint.directory import NumberedDirectory, wait_until_visible
 from ft_transport.checkpoint.plan import RankPlan
+from ft_transport.checkpoint.roots import CheckpointRoot
 from ft_transport.checkpoint.settings import compare_settings
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import decode_message
-from ft_transport.runtime.regular_files import create_file
+from ft_transport.errors import TransportError
 
 logger = logging.getLogger(__name__)
 
-_MARKER_BITS: Final = 63
+_ATTEMPT_BITS: Final = 63
+_DISCARD_S: Final = 300.0
 
 
 class TakenSnapshot(Struct, frozen=True, array_like=True):
@@ -61,7 +60,7 @@ class WriteJob(Protocol):
         """Completes the snapshot, and returns the settings that must be equal on all ranks."""
 
     def admit(self, *, is_retry: bool) -> None:
-        """Raises an error if the directory must not be written. Called on the first rank only."""
+        """Raises an error if the number must not be written. Called on the first rank only."""
 
     def take(self) -> TakenSnapshot:
         """Gives the snapshot to the code that will write it, and returns its digests."""
@@ -94,18 +93,18 @@ class CollectiveWrite:
 
     Args:
         agreement: The group's agreement. No other thread may use it.
-        directory: The numbered directories. The path of their root may differ between ranks.
-        all_write: Whether all ranks write to the directory, and so must see it. Otherwise only the first rank writes.
+        root: The root of the checkpoints. The path of a directory may differ between ranks.
+        all_write: Whether all ranks write files, and so must see the directory. Otherwise only the first rank writes.
 
     Attributes:
-        directory: The numbered directories.
+        root: The root of the checkpoints.
     """
 
-    def __init__(self, agreement: Agreement, directory: NumberedDirectory, *, all_write: bool) -> None:
+    def __init__(self, agreement: Agreement, root: CheckpointRoot, *, all_write: bool) -> None:
         self._agreement = agreement
-        self.directory = directory
+        self.root = root
         self._all_write = all_write
-        self._marker = Path()
+        self._attempt = 0
         self._plan_key: tuple[object, ...] | None = None
         self._rank_plan, self._is_compared = RankPlan(), False
 
@@ -119,13 +118,10 @@ class CollectiveWrite:
             self._agreement.reconnect()
             if self._agreement.is_first:
                 try:
-                    self.directory.discard(number)
-                except OSError as error:  # leftovers do no harm
+                    self._agreement.showing_life(lambda: self.root.discard(number), _DISCARD_S)
+                except (OSError, TransportError) as error:  # leftovers do no harm
                     logger.warning(
-                        "%s %d: the files of a failed write could not be deleted: %s",
-                        self.directory.prefix,
-                        number,
-                        error,
+                        "%s, %d: the files of a failed write could not be deleted: %s", self.root.name, number, error
                     )
             raise
 
@@ -133,25 +129,26 @@ class CollectiveWrite:
         """Complete the snapshot on every rank, and check that the settings are equal on all ranks."""
         compare_settings(self._agreement, "snapshot", job.settings)
 
-    def agree(self, number: int, job: WriteJob, *, is_retry: bool = False) -> tuple[Path, RankPlan]:
-        """Create the directory, and divide the work among the ranks. Raises an error if the state cannot be written.
+    def agree(self, number: int, job: WriteJob, *, is_retry: bool = False) -> tuple[str, RankPlan]:
+        """Begin an attempt, and divide the work among the ranks. Raises an error if the state cannot be written.
 
         Returns:
-            The path of the incomplete directory, and this rank's plan.
+            The location of the incomplete checkpoint, and this rank's plan.
         """
         agreement = self._agreement
-        drawn = agreement.value_of_first(
+        self._attempt = agreement.value_of_first(
             "set up the directory", lambda: self._set_up(number, job, is_retry=is_retry), _drawn_decoder
         )
-        directory = self.directory.incomplete(number)
-        self._marker = directory / _marker_name(drawn)
+        location = self.root.attempt(number, self._attempt)
         if self._all_write:
-            agreement.run("find the directory", lambda: wait_until_visible(self._marker, agreement.check_others))
+            agreement.run(
+                "find the directory", lambda: self.root.wait_for(number, self._attempt, agreement.check_others)
+            )
         taken = agreement.values_of_all(
             "take the snapshot", lambda: (job.take(), self._plan_key is not None), _taken_decoder
         )
         self._plan(job, taken)
-        return directory, self._rank_plan
+        return location, self._rank_plan
 
     def compare(self, job: WriteJob) -> None:
         """Raise an error if an item differs between the ranks that have it."""
@@ -161,35 +158,31 @@ class CollectiveWrite:
             gathered = agreement.gather("gather the digests", digests)
             agreement.on_first("compare", lambda: job.compare(gathered))
 
-    def commit(self, number: int, finish: Callable[[], None], committed: Callable[[], None] = lambda: None) -> Path:
-        """Rename the directory to its final name, and return its path.
+    def commit(
+        self, number: int, finish: Callable[[], bytes | None], committed: Callable[[], None] = lambda: None
+    ) -> str:
+        """Make the checkpoint visible, and return its location.
 
         Args:
-            number: Number of the directory.
-            finish: Called on the first rank before the rename; writes the remaining files.
-            committed: Called on the first rank after the rename, before this method returns on any rank.
+            number: Number of the checkpoint.
+            finish: Called on the first rank before the commit: writes the remaining files, and returns the content of
+                the list of files; ``None`` if the root has no lists.
+            committed: Called on the first rank after the commit, before this method returns on any rank.
         """
 
         def commit() -> None:
-            finish()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._marker)
-            self.directory.commit(number)
+            self.root.commit(number, self._attempt, finish())
             committed()
 
         self._agreement.on_first("commit", commit)
-        return self.directory.final(number)
+        return self.root.final(number, self._attempt)
 
     def _set_up(self, number: int, job: WriteJob, *, is_retry: bool) -> int:
-        """Create the directory and, in it, an empty file with a random name. Return the number in the name.
-
-        The other ranks recognise the new directory by this name.
-        """
-        # Before a retry, this write may itself have created a directory of this number.
+        """Begin an attempt with a random number, and return this number."""
+        # Before a retry, this write may itself have made a checkpoint of this number.
         job.admit(is_retry=is_retry)
-        directory = self.directory.begin(number)
-        drawn = secrets.randbits(_MARKER_BITS)
-        os.close(create_file(directory / _marker_name(drawn)))
+        drawn = secrets.randbits(_ATTEMPT_BITS)
+        self.root.begin(number, drawn)
         return drawn
 
     def _plan(self, job: WriteJob, taken: Sequence[tuple[TakenSnapshot, bool]]) -> None:
@@ -210,7 +203,3 @@ class CollectiveWrite:
         scattered = agreement.scatter("divide the work", assigned)
         self._rank_plan, self._is_compared = decode_message(scattered, _assigned_decoder)
         self._plan_key = key
-
-
-def _marker_name(drawn: int) -> str:
-    return f".set-up-{drawn:016x}"

@@ -53,13 +53,14 @@ class NumberedDirectory:
     Attributes:
         root: The parent directory.
         prefix: The text before the hyphen in the directories' names.
+        is_private: Whether only the owner may read new directories and files.
     """
 
     def __init__(self, root: Path, prefix: str, last_file: str | None, *, is_private: bool = False) -> None:
         self.root = root
         self.prefix = prefix
         self._last_file = last_file
-        self._is_private = is_private
+        self.is_private = is_private
         self._pattern = re.compile(rf"{prefix}-(0|[1-9][0-9]{{0,{_MAX_DIGITS - 1}}}){_SUFFIXES}")
         self._warned_of: set[str] = set()
 
@@ -124,12 +125,12 @@ class NumberedDirectory:
 
     def begin(self, number: int) -> Path:
         """Create an empty ``.incomplete`` directory for the files of a number, and return its path."""
-        make_directory(self.root, is_private=self._is_private, is_ok_if_there=True)
+        make_directory(self.root, is_private=self.is_private, is_ok_if_there=True)
         path = self.incomplete(number)
         if os.path.lexists(path):
             # Renaming frees the name even if the old directory cannot be deleted.
             self._remove_in_time(self._without_name(path))
-        make_directory(path, is_private=self._is_private)
+        make_directory(path, is_private=self.is_private)
         return path
 
     def incomplete(self, number: int) -> Path:

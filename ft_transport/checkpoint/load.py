@@ -11,14 +11,15 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Generic, TypeVar, cast
 
 import msgspec
 import torch
 
-from ft_transport.checkpoint.chunk_reading import DataFiles, Need, read_needs
-from ft_transport.checkpoint.inventory import FoundCheckpoint
+from ft_transport.checkpoint.chunk_reader import DataFiles
+from ft_transport.checkpoint.chunk_reading import Need, read_needs
+from ft_transport.checkpoint.files import CheckpointFiles
+from ft_transport.checkpoint.found import FoundCheckpoint
 from ft_transport.checkpoint.manifest import (
     DATA_SUFFIX,
     MANIFEST_NAME,
@@ -151,7 +152,7 @@ def load(
 
     def plan() -> _Loading:
         with collector_paused():
-            return _Loading(found.directory, described, destination, agreement)
+            return _Loading(found.files, described, destination, agreement)
 
     try:
         own = agreement.on_first("read the description", lambda: _read_description(found, trust, retries))
@@ -167,24 +168,26 @@ def load(
 
 
 def _read_description(found: FoundCheckpoint, trust: Trust, retries: ReadRetries) -> bytes:
-    directory = found.directory
-    manifest = read_manifest(directory, found.step, trust, retries)
-    damages = find_damage(directory, manifest.files, manifest.hash, retries, None)
+    files = found.files
+    manifest = read_manifest(files, found.step, trust, retries)
+    damages = find_damage(files, manifest.files, manifest.hash, retries, None)
     if damages:
         raise CheckpointDamagedError("; ".join(damages), files=tuple(text.split(":")[0] for text in damages))
-    ranks = read_rank_files(directory, manifest, retries)
+    ranks = read_rank_files(files, manifest, retries)
     rank_files = {rank_file_name(rank) for rank in range(manifest.num_ranks)}
     for entry in manifest.files:
         # A load verifies data files as it reads them, and does not read consolidated files at all.
         if entry.name not in rank_files and not entry.name.endswith((DATA_SUFFIX, ".safetensors")):
-            read_file(directory, entry, manifest.hash, retries)
+            read_file(files, entry, manifest.hash, retries)
     return msgspec.msgpack.encode((encode_manifest(manifest), ranks))
 
 
 class _Loading:
     """Loads one checkpoint on one rank: the constructor plans, `read` reads the data, `finish` builds the state."""
 
-    def __init__(self, directory: Path, described: bytes, destination: Destination, agreement: Agreement) -> None:
+    def __init__(
+        self, files: CheckpointFiles, described: bytes, destination: Destination, agreement: Agreement
+    ) -> None:
         encoded, rank_files = _description_decoder.decode(described)
         manifest = self._manifest = decode_manifest(encoded, name=MANIFEST_NAME)
         self._ranks = decode_rank_files(rank_files, manifest)
@@ -193,7 +196,7 @@ class _Loading:
         entries: dict[str, FileEntry] = {entry.name: entry for entry in manifest.files}
         self._first_files = list(itertools.accumulate((len(each.data_files) for each in self._ranks), initial=0))
         data_files = [entries[name] for each in self._ranks for name in each.data_files]
-        self._files = DataFiles.of(directory, data_files, manifest.hash)
+        self._files = DataFiles.of(files, data_files, manifest.hash)
         self._num_bytes_read = 0
         shared_into, local_into = _split(destination.into, manifest)
         if isinstance(shared_into, Mapping):

@@ -13,15 +13,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, TypeVar
 
 import msgspec
 
 from ft_transport.checkpoint import writer_process as messages
 from ft_transport.checkpoint.collective_write import CollectiveWrite, TakenSnapshot
-from ft_transport.checkpoint.digested_file import write_small
-from ft_transport.checkpoint.manifest import MANIFEST_NAME, Trust
+from ft_transport.checkpoint.manifest import Trust
 from ft_transport.checkpoint.plan import RankPlan
 from ft_transport.checkpoint.settings import StoreSettings
 from ft_transport.checkpoint.staging import StagedState
@@ -58,7 +56,7 @@ class SaveResources:
         writer: This rank's writer process.
         trust: Signs the list of files if a job token is set.
         consolidate: Path of the part of the state that is also written to consolidated files; ``None`` for no part.
-        retire_old: Called on the first rank with the step of a checkpoint that has just become complete, before any
+        completed: Called on the first rank with the step of a checkpoint that has just become complete, before any
             rank reports the save as done.
         take_damage: Returns whether this process has read a damaged checkpoint since the last call. If so, a save
             shares no files with the last checkpoint.
@@ -70,7 +68,7 @@ class SaveResources:
     settings: StoreSettings
     trust: Trust
     consolidate: str | None
-    retire_old: Callable[[int], None]
+    completed: Callable[[int], None]
     take_damage: Callable[[], bool]
 
     def start_writer(self) -> None:
@@ -131,13 +129,11 @@ class SaveJob:
             for attempt in range(1, _MAX_ATTEMPTS + 1):
                 try:
                     with collective.attempt(step):
-                        directory, plan = collective.agree(step, self, is_retry=attempt > 1)
+                        location, plan = collective.agree(step, self, is_retry=attempt > 1)
                         self._note_plan()
                         collective.compare(self)
-                        describe = self.write(directory, plan)
-                        resources.writer.last = str(
-                            collective.commit(step, describe, lambda: resources.retire_old(step))
-                        )
+                        describe = self.write(location, plan)
+                        resources.writer.last = collective.commit(step, describe, lambda: resources.completed(step))
                         return
                 except TransportError as error:
                     if not resources.agreement.may_try_again or attempt == _MAX_ATTEMPTS:
@@ -164,11 +160,11 @@ class SaveJob:
         Raises:
             CheckpointExistsError: A checkpoint of this step exists, and the save may not replace it.
         """
-        directory = self._resources.collective.directory
-        directory.refuse_foreign(self._step)
-        if not (self._overwrite or is_retry) and directory.find(self._step) is not None:
+        root = self._resources.collective.root
+        root.refuse_foreign(self._step)
+        if not (self._overwrite or is_retry) and root.find(self._step) is not None:
             raise CheckpointExistsError(
-                f"expected no checkpoint of this step in {directory.root}, there is one; overwrite=True replaces it",
+                f"expected no checkpoint of this step in {root.name}, there is one; overwrite=True replaces it",
                 step=self._step,
             )
 
@@ -209,34 +205,35 @@ class SaveJob:
         """
         self._ask(messages.Compare(tuple(digests)), messages.Done)
 
-    def write(self, directory: Path, plan: RankPlan) -> Callable[[], None]:
+    def write(self, location: str, plan: RankPlan) -> Callable[[], bytes]:
         """Write this rank's own files and, together with the other ranks, the consolidated files.
 
         Returns:
-            A function that writes the list of files. `CollectiveWrite.commit` calls it on the first rank.
+            A function that returns the list of files. `CollectiveWrite.commit` calls it on the first rank.
         """
-        agreement, trust, path = self._resources.agreement, self._resources.trust, str(directory)
+        agreement, trust = self._resources.agreement, self._resources.trust
         if plan.files:
-            agreement.on_first("create the consolidated files", lambda: self._ask(messages.Create(path), messages.Done))
+            create = messages.Create(location)
+            agreement.on_first("create the consolidated files", lambda: self._ask(create, messages.Done))
         more_s = sum(snapshot.num_bytes for snapshot in self._staged.snapshots()) / _LEAST_BYTES_PER_S
         writer = self._resources.writer
         if self._resources.take_damage():
             writer.last = ""
-        request = messages.Write(path, plan, writer.last)
+        request = messages.Write(location, plan, writer.last)
         written = agreement.run("write", lambda: self._ask(request, messages.Written, more_s=more_s))
         consolidated: list[bytes] = []
         if plan.files:
             # Several ranks have written each of these files. One rank rereads and digests it.
-            reread = messages.Reread(path, plan.files[agreement.rank :: agreement.size])
+            reread = messages.Reread(location, plan.files[agreement.rank :: agreement.size])
             more_s = MAX_TIMEOUTS * self._timeout_s
             own = agreement.run("digest consolidated files", lambda: self._ask(reread, messages.Written, more_s=more_s))
             consolidated = agreement.gather("gather their digests", msgspec.msgpack.encode(own))
         gathered = agreement.gather("gather what was written", msgspec.msgpack.encode(written))
 
-        def describe() -> None:
+        def describe() -> bytes:
             body = self._ask(
                 messages.Describe(
-                    directory=path,
+                    location=location,
                     step=self._step,
                     local_keys=self._staged.local_keys,
                     written=tuple(gathered),
@@ -246,7 +243,7 @@ class SaveJob:
                 messages.Bytes,
             ).content
             # This process signs the list: the writer process never has the keys.
-            write_small(directory / MANIFEST_NAME, trust.seal(body), is_private=self._resources.settings.private)
+            return trust.seal(body)
 
         return describe
 

@@ -21,6 +21,7 @@ import torch
 from ft_transport.checkpoint.collective_write import CollectiveWrite
 from ft_transport.checkpoint.inventory import Inventory
 from ft_transport.checkpoint.manifest import Trust
+from ft_transport.checkpoint.retention import Retention
 from ft_transport.checkpoint.save_job import MAX_TIMEOUTS, SaveJob, SaveResources
 from ft_transport.checkpoint.settings import StoreSettings
 from ft_transport.checkpoint.staging import StagedState
@@ -102,15 +103,17 @@ class StoreHealth:
     Attributes:
         dead_writers: Ranks whose writer process has died. The store replaces these processes.
         num_failed_saves: Number of saves that failed since the last one that succeeded.
+        num_failed_uploads: Number of uploads that failed since the last one that succeeded.
     """
 
     dead_writers: tuple[int, ...]
     num_failed_saves: int
+    num_failed_uploads: int = 0
 
     @property
     def is_good(self) -> bool:
-        """True if every writer process is alive and the last save succeeded."""
-        return not self.dead_writers and not self.num_failed_saves
+        """True if every writer process is alive, and the last save and the last upload succeeded."""
+        return not self.dead_writers and not self.num_failed_saves and not self.num_failed_uploads
 
 
 class _Pulse(NamedTuple):
@@ -121,12 +124,14 @@ class _Pulse(NamedTuple):
         num_failed: Number of saves that failed since the last one that succeeded.
         is_fatal: Whether ``num_failed`` exceeds ``StoreSettings.max_failed_saves``.
         is_busy: Whether a save is running.
+        num_failed_uploads: Number of uploads that failed since the last one that succeeded.
     """
 
     is_writer_dead: bool
     num_failed: int
     is_fatal: bool
     is_busy: bool
+    num_failed_uploads: int
 
 
 class BackgroundSaver:
@@ -136,10 +141,11 @@ class BackgroundSaver:
 
     Args:
         group: The ranks that save together.
-        inventory: Deletes old checkpoints when a newer one is complete.
+        inventory: The checkpoints of the root.
         consolidate: Path of the part of the state that is also written to consolidated files; ``None`` for no part.
         settings: The store's settings.
         trust: Signs checkpoints if a job token is set.
+        retention: Uploads complete checkpoints and deletes old ones.
     """
 
     def __init__(
@@ -150,18 +156,19 @@ class BackgroundSaver:
         settings: StoreSettings,
         *,
         trust: Trust,
+        retention: Retention,
     ) -> None:
-        self._inventory = inventory
+        self._retention = retention
         self._settings = settings
         agreement = Agreement(group, "background", settings.timeout)
         self._resources = SaveResources(
             agreement=agreement,
-            collective=CollectiveWrite(agreement, inventory.directory, all_write=True),
+            collective=CollectiveWrite(agreement, inventory.root, all_write=True),
             writer=WriterProcess(is_private=settings.private),
             settings=settings,
             trust=trust,
             consolidate=consolidate,
-            retire_old=inventory.retire_old,
+            completed=self._retention.completed,
             take_damage=inventory.take_damage,
         )
         self._health = Agreement(group, "health", settings.timeout)
@@ -232,6 +239,7 @@ class BackgroundSaver:
         return StoreHealth(
             dead_writers=tuple(rank for rank, pulse in enumerate(pulses) if pulse.is_writer_dead),
             num_failed_saves=max((pulse.num_failed for pulse in pulses), default=0),
+            num_failed_uploads=max((pulse.num_failed_uploads for pulse in pulses), default=0),
         )
 
     def admits(self, step: int) -> bool:
@@ -266,6 +274,7 @@ class BackgroundSaver:
         self._thread.join()
         self._resources.agreement.close()
         self._resources.writer.close()
+        self._retention.close(MAX_TIMEOUTS * self._settings.timeout.total_seconds())
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             with suppress(TransportError):
@@ -292,6 +301,7 @@ class BackgroundSaver:
             num_failed=self._num_failed,
             is_fatal=self._fatal is not None,
             is_busy=self._current is not None and not self._current.done(),
+            num_failed_uploads=self._retention.num_failed_uploads,
         )
         return torch.tensor(pulse, dtype=torch.int64)
 
@@ -351,7 +361,7 @@ class BackgroundSaver:
             handle.future.set_result(None)
             job.end()
             timeout_s = MAX_TIMEOUTS * self._settings.timeout.total_seconds()
-            self._resources.agreement.showing_life(self._inventory.delete_retired, timeout_s)
+            self._resources.agreement.showing_life(self._retention.delete_retired, timeout_s)
 
     def _replace_writer(self) -> None:
         if self._resources.writer.number:

@@ -10,6 +10,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from ft_transport.checkpoint.directory import MAX_NUMBER
+from ft_transport.checkpoint.files import checked_url, is_url
 from ft_transport.checkpoint.manifest import Trust
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.credentials import Keys
@@ -100,13 +101,22 @@ def compare_settings(agreement: Agreement, phase: str, settings: Callable[[], Ma
                 )
 
 
-def checked_root(root: object) -> Path:
-    """Return the absolute path of a checkpoint root.
+def checked_root(root: object) -> Path | str:
+    """Return the absolute path of a checkpoint root, or the URL of a bucket and a prefix in it.
+
+    Raises:
+        ConfigurationError: The argument is neither.
+    """
+    return checked_url(root) if isinstance(root, str) and is_url(root) else checked_directory(root)
+
+
+def checked_directory(root: object) -> Path:
+    """Return the absolute path of a directory.
 
     Raises:
         ConfigurationError: The argument is not a path.
     """
-    if not isinstance(root, (str, os.PathLike)) or not os.fspath(root):
+    if not isinstance(root, (str, os.PathLike)) or not os.fspath(root) or is_url(str(root)):
         raise ConfigurationError(f"expected the path of a directory as root, got {root!r}")
     return Path(root).absolute()
 
@@ -168,3 +178,16 @@ def checked_store_arguments(
         "consolidate": consolidate,
         **{name: getattr(settings, name) for name in _COMMON_SETTINGS},
     }
+
+
+def check_place(root: str, consolidate: object, upload: object, settings: StoreSettings) -> None:
+    """Check that a bucket is not asked for what only a directory can do.
+
+    Raises:
+        ConfigurationError: The root is a bucket, and an argument is for directories only.
+    """
+    if is_url(root) and (consolidate is not None or upload is not None or settings.private):
+        raise ConfigurationError(
+            f"expected neither consolidate nor upload nor private=True for {root}: no files of a bucket are written by "
+            "several ranks or uploaded, and its policy decides who may read"
+        )

@@ -10,23 +10,26 @@ from typing import Any, Final, cast
 
 import torch.distributed as dist
 
-from ft_transport.checkpoint.claim import RootClaim
 from ft_transport.checkpoint.dcp_checkpoint import DCPCheckpoint
-from ft_transport.checkpoint.directory import NumberedDirectory
-from ft_transport.checkpoint.inventory import Inventory, load_newest_good
+from ft_transport.checkpoint.found import load_newest_good
+from ft_transport.checkpoint.inventory import Inventory
 from ft_transport.checkpoint.load import Destination, LoadedCheckpoint, load
-from ft_transport.checkpoint.manifest import MANIFEST_NAME, Trust
+from ft_transport.checkpoint.manifest import Trust
+from ft_transport.checkpoint.retention import Retention
+from ft_transport.checkpoint.roots import root_at
 from ft_transport.checkpoint.saver import BackgroundSaver, SaveHandle, StoreHealth
 from ft_transport.checkpoint.settings import (
     CheckpointSelector,
     Existing,
     StoreSettings,
+    check_place,
     checked_directory_number,
     checked_root,
     checked_store_arguments,
     compare_settings,
 )
 from ft_transport.checkpoint.staging import Lease, StagedState, State, StateStager
+from ft_transport.checkpoint.uploading import Upload
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import RankGroup
 from ft_transport.errors import CheckpointError, ConfigurationError, TransportError
@@ -37,14 +40,15 @@ from ft_transport.telemetry.recorder import Recorder, Recording, phase
 
 
 class CheckpointStore:
-    """The durable checkpoints of a group of ranks, in one directory that all these ranks see.
+    """The durable checkpoints of a group of ranks, in a directory or a bucket that all these ranks can use.
 
     All ranks call every method except `close`, in the same order, on the training thread. The first rank decides which
     checkpoints exist, which is replaced and which is loaded. If one rank fails, all ranks raise the same error. No
     collective of ``process_group`` runs.
 
     Args:
-        root: The directory. Only one group at a time saves there.
+        root: The directory, or the URL of a bucket and a prefix in it, such as ``s3://bucket/run-7``. Only one group at
+            a time saves there. Buckets need the extra ``bucket``; credentials come from the environment.
         process_group: All ranks that have a part of the state: for HSDP or data parallelism the whole mesh, so that
             only one rank writes each byte. By default all ranks of ``torch.distributed``, or this process alone.
         rank_local: Top-level keys of the state whose values are rank-local, such as random generators or the position
@@ -55,12 +59,14 @@ class CheckpointStore:
             keeps all. Checkpoints of later steps, which a resumed run may find, are neither counted nor deleted.
         consolidate: Path of a part of the state (keys joined by dots), such as ``model``. The tensors of this part are
             also written whole, to safetensors files with the index that ``transformers`` reads.
+        upload: Also copies complete checkpoints to a bucket, from which loads may take them. `steps`, `prune` and
+            ``keep`` apply to the directory.
         read_only: Whether the store only loads. Such a store neither claims the root nor starts writer processes.
         settings: Timeouts, policies, file modes and the job token; by default, the defaults of `StoreSettings`.
         recorder: Records saves and loads (``ft_transport.telemetry``); a new one by default.
 
     Attributes:
-        root: The absolute path of the directory.
+        root: The absolute path of the directory, or the URL.
 
     Raises:
         CheckpointInUseError: Another group saves to this root.
@@ -78,6 +84,7 @@ class CheckpointStore:
         existing: Existing = "keep",
         keep: int | None = None,
         consolidate: str | None = None,
+        upload: Upload | None = None,
         read_only: bool = False,
         settings: StoreSettings | None = None,
         recorder: Recorder | None = None,
@@ -85,6 +92,8 @@ class CheckpointStore:
         self._settings = settings if settings is not None else StoreSettings()
         if not isinstance(self._settings, StoreSettings):
             raise ConfigurationError(f"expected StoreSettings as settings, got {type(settings).__name__}")
+        if upload is not None and not isinstance(upload, Upload):
+            raise ConfigurationError(f"expected an Upload as upload, got {type(upload).__name__}")
         self.recorder = recorder if recorder is not None else Recorder()
         trouble: ConfigurationError | None = None
         try:
@@ -95,13 +104,16 @@ class CheckpointStore:
         self._is_read_only = read_only
         self.root: Final = checked_root(root)
         group = RankGroup.of(process_group, keys=self._trust.keys)
-        self._directory = NumberedDirectory(self.root, "step", MANIFEST_NAME, is_private=self._settings.private)
-        self._claim = RootClaim(self.root, is_private=self._settings.private)
+        self._root = root_at(self.root, "step", is_private=self._settings.private)
         self._agreement = Agreement(group, "foreground", self._settings.timeout)
         retry_s = self._settings.retry_s
-        self._inventory = Inventory(self._agreement, self._directory, keep, retry_s=retry_s, trust=self._trust)
+        uploaded = root_at(upload.url, "step") if upload is not None else None
+        self._inventory = Inventory(self._agreement, self._root, uploaded=uploaded, retry_s=retry_s, trust=self._trust)
         self._stager = StateStager()
-        self._background = BackgroundSaver(group, self._inventory, consolidate, self._settings, trust=self._trust)
+        retention = Retention(self._root, self._inventory.mutex, keep, upload)
+        self._background = BackgroundSaver(
+            group, self._inventory, consolidate, self._settings, trust=self._trust, retention=retention
+        )
         self._end = SafeEnd()
         self._is_closed = False
 
@@ -109,15 +121,16 @@ class CheckpointStore:
             if trouble is not None:
                 raise trouble
             common = checked_store_arguments(rank_local, existing, keep, consolidate, self._settings)
+            check_place(self._root.name, consolidate, upload, self._settings)
             self._stager.rank_local = cast(tuple[str, ...], common["rank_local"])
             token = "none" if self._trust.keys is None else "one"
-            return {**common, "read_only": bool(read_only), "token": token}
+            return {**common, "upload": upload, "read_only": bool(read_only), "token": token}
 
         try:
             compare_settings(self._agreement, "compare the settings", check)
             if not read_only:
                 owner = f"ranks {list(group.global_ranks)[:16]} of a group of {group.size}"
-                self._inventory.open_root(self._claim, owner, existing)
+                self._inventory.open_root(owner, existing)
                 self._background.start(self._agreement)
         except BaseException:
             self.close()
@@ -270,7 +283,11 @@ class CheckpointStore:
         destination = Destination(into=into, like=like, check=check, is_comparable=is_comparable)
         with self.recorder.begin("load", phase="find") as recording:
             self._inventory.refuse_newer_of_dcp()
-            return load_newest_good(self.steps, lambda step: self._load(step, destination, recording))
+            self._await_saves()
+            return load_newest_good(
+                self._inventory.candidates,
+                lambda candidate: self._load(candidate.step, destination, recording, is_own=candidate.is_own),
+            )
 
     def newer_of_dcp(self) -> DCPCheckpoint | None:
         """Return the newest checkpoint if another program wrote it through ``torch.distributed.checkpoint``.
@@ -329,7 +346,7 @@ class CheckpointStore:
         self._background.close()
         self._agreement.close()
         self._stager.close()
-        self._claim.release()
+        self._root.release()
 
     def __enter__(self) -> CheckpointStore:
         return self
@@ -350,7 +367,7 @@ class CheckpointStore:
             def check() -> None:
                 staged.check()
                 if self._agreement.is_first:
-                    self._directory.refuse_foreign(step)
+                    self._root.refuse_foreign(step)
 
             try:
                 self._agreement.step = step
@@ -376,9 +393,16 @@ class CheckpointStore:
         handle.future.add_done_callback(end)
         return handle
 
-    def _load(self, step: CheckpointSelector, destination: Destination, recording: Recording) -> LoadedCheckpoint[Any]:
+    def _load(
+        self,
+        step: CheckpointSelector,
+        destination: Destination,
+        recording: Recording,
+        *,
+        is_own: bool | None = None,
+    ) -> LoadedCheckpoint[Any]:
         phase("find")
-        found = self._inventory.find(step)
+        found = self._inventory.find(step, is_own=is_own)
         phase("read")
         with self._inventory.reading(found):
             loaded = load(found, destination, self._settings, self._trust, self._agreement)

@@ -10,13 +10,12 @@ well, but counts as damage if it persists.
 from __future__ import annotations
 
 import errno
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Final, TypeVar
 
+from ft_transport.checkpoint.files import BucketTimeoutError, CheckpointFiles, FileSource
 from ft_transport.checkpoint.manifest import (
     CHUNK_BYTES,
     MANIFEST_NAME,
@@ -33,7 +32,7 @@ from ft_transport.checkpoint.manifest import (
     rank_file_name,
 )
 from ft_transport.errors import CheckpointDamagedError, TransportError
-from ft_transport.runtime.regular_files import UnusableFileError, open_regular, read_regular
+from ft_transport.runtime.regular_files import UnusableFileError
 
 T = TypeVar("T")
 
@@ -63,7 +62,8 @@ class ReadRetries:
         """Call ``action`` until it succeeds or the budget is used up, and return its result.
 
         Raises:
-            OSError: The error of the last attempt. A missing file is not retried.
+            OSError: The error of the last attempt. A missing file is not retried, nor a request to a bucket, which has
+                been repeated already.
             Exception: Any other error of ``action``, which is not retried.
         """
         pause_s = _FIRST_PAUSE_S
@@ -72,7 +72,7 @@ class ReadRetries:
                 return action()
             except OSError as error:
                 # Some errors of ft_transport are also an OSError, for example by way of TimeoutError.
-                if isinstance(error, (TransportError, *_ABSENT)) or not self._wait(pause_s):
+                if isinstance(error, (TransportError, BucketTimeoutError, *_ABSENT)) or not self._wait(pause_s):
                     raise
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -111,20 +111,20 @@ class StoredFile:
     """A file of a checkpoint, which the first read opens. Thread-safe, except `close`. A context manager.
 
     Args:
-        directory: The directory of the file.
+        files: The files of the checkpoint.
         entry: Name, length and digests of the file.
         hash_name: Hash function of the digests.
         retries: Retries failed reads.
     """
 
-    def __init__(self, directory: Path, entry: FileEntry, hash_name: HashName, retries: ReadRetries) -> None:
-        self._path = directory / entry.name
+    def __init__(self, files: CheckpointFiles, entry: FileEntry, hash_name: HashName, retries: ReadRetries) -> None:
+        self._files = files
         self._entry = entry
         self._retries = retries
         self._hash_name = hash_name
         self._mutex = threading.Lock()
-        self._descriptor: int | None = None
-        self._given_up: list[int] = []
+        self._source: FileSource | None = None
+        self._given_up: list[FileSource] = []
 
     def check_length(self) -> None:
         """Check that the file has the length that the list of files states.
@@ -135,11 +135,11 @@ class StoredFile:
         """
 
         def look() -> int:
-            descriptor = self._open()
+            source = self._open()
             try:
-                return os.fstat(descriptor).st_size
+                return source.length()
             except OSError:
-                self._give_up(descriptor)
+                self._give_up(source)
                 raise
 
         num_bytes = self._retries.read(self._entry.name, look)
@@ -157,12 +157,12 @@ class StoredFile:
 
     def close(self) -> None:
         """Close the file. Idempotent."""
-        descriptors, self._given_up = self._given_up, []
-        if self._descriptor is not None:
-            descriptors.append(self._descriptor)
-            self._descriptor = None
-        for descriptor in descriptors:
-            os.close(descriptor)
+        sources, self._given_up = self._given_up, []
+        if self._source is not None:
+            sources.append(self._source)
+            self._source = None
+        for source in sources:
+            source.close()
 
     def __enter__(self) -> StoredFile:
         return self
@@ -170,18 +170,18 @@ class StoredFile:
     def __exit__(self, *_exc_info: object) -> None:
         self.close()
 
-    def _open(self) -> int:
+    def _open(self) -> FileSource:
         with self._mutex:
-            if self._descriptor is None:
-                self._descriptor = open_regular(self._path)
-            return self._descriptor
+            if self._source is None:
+                self._source = self._files.open(self._entry)
+            return self._source
 
-    def _give_up(self, descriptor: int) -> None:
-        """Let the next read reopen the file. The old descriptor stays open until `close`: other threads may use it."""
+    def _give_up(self, source: FileSource) -> None:
+        """Let the next read reopen the file. The old source stays open until `close`: other threads may use it."""
         with self._mutex:
-            if self._descriptor == descriptor:
-                self._descriptor = None
-                self._given_up.append(descriptor)
+            if self._source is source:
+                self._source = None
+                self._given_up.append(source)
 
     def _read(self, number: int) -> bytearray:
         start = number * CHUNK_BYTES
@@ -189,12 +189,12 @@ class StoredFile:
         chunk = bytearray(end - start + 1)
         view = memoryview(chunk)[:-1]
         position = start
-        descriptor = self._open()
+        source = self._open()
         while position < end:
             try:
-                count = os.preadv(descriptor, [view[position - start :]], position)
+                count = source.read_into(view[position - start :], position)
             except OSError:
-                self._give_up(descriptor)
+                self._give_up(source)
                 raise
             if not count:
                 raise damaged(self._entry.name, f"expected {self._entry.num_bytes} bytes, the file ends at {position}")
@@ -211,11 +211,11 @@ _MAX_RANK_FILE_BYTES: Final = 1 << 30
 """Limit for ``rank-K.json``. The headers in it are smaller: ``wire.manifest`` limits each of them."""
 
 
-def read_manifest(directory: Path, step: int | None, trust: Trust, retries: ReadRetries) -> CheckpointManifest:
+def read_manifest(files: CheckpointFiles, step: int | None, trust: Trust, retries: ReadRetries) -> CheckpointManifest:
     """Read and verify the list of files of a checkpoint, ``manifest.json``.
 
     Args:
-        directory: The directory of the checkpoint.
+        files: The files of the checkpoint.
         step: The step that the list must have; ``None`` accepts any step.
         trust: Verifies the signature of the list.
         retries: Retries failed reads.
@@ -225,17 +225,20 @@ def read_manifest(directory: Path, step: int | None, trust: Trust, retries: Read
         CheckpointUntrustedError: The list has no valid signature with the job token.
         OSError: The list cannot be read.
     """
-    path = directory / MANIFEST_NAME
-    encoded = retries.read(MANIFEST_NAME, lambda: read_regular(path, max_bytes=_MAX_MANIFEST_BYTES))
-    manifest = trust.open(encoded, name=MANIFEST_NAME)
+    manifest = trust.open(read_encoded_manifest(files, retries), name=MANIFEST_NAME)
     if step is not None and manifest.step != step:
         raise damaged(
-            MANIFEST_NAME, f"expected the list of step {step}, as the directory is named, got that of {manifest.step}"
+            MANIFEST_NAME, f"expected the list of step {step}, as its location says, got that of {manifest.step}"
         )
     return manifest
 
 
-def read_rank_files(directory: Path, manifest: CheckpointManifest, retries: ReadRetries) -> list[bytes]:
+def read_encoded_manifest(files: CheckpointFiles, retries: ReadRetries) -> bytes:
+    """Return the content of ``manifest.json``. Raises the errors of `ReadRetries.read`."""
+    return retries.read(MANIFEST_NAME, lambda: files.read_list(MANIFEST_NAME, max_bytes=_MAX_MANIFEST_BYTES))
+
+
+def read_rank_files(files: CheckpointFiles, manifest: CheckpointManifest, retries: ReadRetries) -> list[bytes]:
     """Read and verify each file ``rank-K.json``. Return the encoded contents in the order of the ranks.
 
     Raises:
@@ -251,7 +254,7 @@ def read_rank_files(directory: Path, manifest: CheckpointManifest, retries: Read
             raise damaged(MANIFEST_NAME, f"expected an entry for {name}, found none")
         if entry.num_bytes > _MAX_RANK_FILE_BYTES:
             raise damaged(name, f"expected at most {_MAX_RANK_FILE_BYTES} bytes, the file has {entry.num_bytes}")
-        encoded.append(read_file(directory, entry, manifest.hash, retries))
+        encoded.append(read_file(files, entry, manifest.hash, retries))
     return encoded
 
 
@@ -281,19 +284,19 @@ def decode_rank_files(encoded: Sequence[bytes], manifest: CheckpointManifest) ->
     return ranks
 
 
-def read_file(directory: Path, entry: FileEntry, hash_name: HashName, retries: ReadRetries) -> bytes:
+def read_file(files: CheckpointFiles, entry: FileEntry, hash_name: HashName, retries: ReadRetries) -> bytes:
     """Read a small file, compare it with its digests, and return its content.
 
     Raises:
         CheckpointDamagedError: The file is missing or differs from its digest.
         OSError: The file cannot be read.
     """
-    return b"".join(_chunks(directory, entry, hash_name, retries))
+    return b"".join(_chunks(files, entry, hash_name, retries))
 
 
 def find_damage(
-    directory: Path,
-    files: Sequence[FileEntry],
+    files: CheckpointFiles,
+    entries: Sequence[FileEntry],
     hash_name: HashName,
     retries: ReadRetries,
     check: Callable[[], None] | None,
@@ -301,8 +304,8 @@ def find_damage(
     """Compare files with their digests, and return a description of each damaged file.
 
     Args:
-        directory: The directory of the files.
-        files: The files to read.
+        files: The files of the checkpoint.
+        entries: The files to read.
         hash_name: Hash function of the digests.
         retries: Retries failed reads.
         check: Called after each chunk; an error that it raises ends the call. ``None`` compares only the lengths.
@@ -311,21 +314,23 @@ def find_damage(
         OSError: A file cannot be read, for a reason that says nothing about its content.
     """
     damages = []
-    for entry in files:
+    for entry in entries:
         try:
             if check is None:
-                with StoredFile(directory, entry, hash_name, retries) as file:
+                with StoredFile(files, entry, hash_name, retries) as file:
                     file.check_length()
             else:
-                for _ in _chunks(directory, entry, hash_name, retries):
+                for _ in _chunks(files, entry, hash_name, retries):
                     check()
         except CheckpointDamagedError as error:
             damages.append(error.message)
     return damages
 
 
-def _chunks(directory: Path, entry: FileEntry, hash_name: HashName, retries: ReadRetries) -> Iterator[memoryview]:
-    with StoredFile(directory, entry, hash_name, retries) as file:
+def _chunks(
+    files: CheckpointFiles, entry: FileEntry, hash_name: HashName, retries: ReadRetries
+) -> Iterator[memoryview]:
+    with StoredFile(files, entry, hash_name, retries) as file:
         file.check_length()
         for number in range(num_chunks_of(entry.num_bytes)):
             yield memoryview(file.read(number))[:-1]

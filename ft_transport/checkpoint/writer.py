@@ -25,6 +25,7 @@ import msgspec
 
 from ft_transport.checkpoint.dcp_metadata import DCP_METADATA_NAME, encode_dcp_metadata
 from ft_transport.checkpoint.digested_file import DigestedFile, digested, write_small
+from ft_transport.checkpoint.files import CheckpointFiles, files_at
 from ft_transport.checkpoint.manifest import (
     CHECKSUM,
     FORMAT_VERSIONS,
@@ -81,7 +82,7 @@ from ft_transport.checkpoint.writer_process import (
 from ft_transport.coordination.votes import AbandonedError
 from ft_transport.coordination.votes import describe as describe_failure
 from ft_transport.errors import ReplicasDivergedError, RestoreError
-from ft_transport.runtime.regular_files import open_regular, sync_directory
+from ft_transport.runtime.regular_files import open_regular
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import Manifest, decode_header
 from ft_transport.wire.merging import merge_trees
@@ -198,7 +199,7 @@ class Writer:
 
     def _reread(self, directory: Path, names: tuple[str, ...]) -> Written:
         each = (digested(directory / name, self._check, hash_name=self._hash_name) for name in names)
-        return Written(tuple(each), ())
+        return Written(tuple(each), (), {})
 
     def _compare(self, request: Compare) -> Done:
         find_diverged(
@@ -225,13 +226,13 @@ class Writer:
         return gathered(self._data[item.part], piece)
 
     def _write(self, request: Write) -> Written:
-        directory, plan = Path(request.directory), request.plan
+        target, plan = files_at(request.location), request.plan
         self._check()
         digests = self._digest_items(plan)
         shared = StoredItems({}, {})
         if request.last:
             # After a failed write, few files of `_stored` are in the last checkpoint; the others are not found there.
-            shared = self._stored.link_unchanged(digests, Path(request.last), directory)
+            shared = self._stored.share_unchanged(digests, request.last, target)
         stored = dict(shared.items)
         files = dict(shared.files)
         names = (name for number in itertools.count() if (name := data_file_name(self._rank, number)) not in files)
@@ -239,27 +240,28 @@ class Writer:
         unchanged = [at for at in written if self._is_unchanged(at, digests)]
         if sum(self._described.items[at].num_bytes for at in unchanged) >= _MIN_UNCHANGED_BYTES:
             name = next(names)
-            with self._data_file(directory / name) as file:
+            with self._data_file(target, name) as file:
                 stored.update(self._append(file, name, at, digests) for at in unchanged)
-                files[name] = StoredDataFile.of(directory, file.finish())
+                files[name] = StoredDataFile.of(target, file.finish())
         name = next(names)
-        with self._data_file(directory / name) as file:
+        with self._data_file(target, name) as file:
             stored.update(self._append(file, name, at, digests) for at in written if self._form_of(at) not in stored)
             values = [self._append_value(file, name, at) for at in plan.values]
-            files[name] = StoredDataFile.of(directory, file.finish())
+            files[name] = StoredDataFile.of(target, file.finish())
         self._stored = StoredItems(files, stored)
-        self._put_consolidated(directory, plan)
+        self._put_consolidated(request.location, plan)
         # If the trainer has died, its successor may already write to a directory of the same name.
         self._check()
         description = self._describe_rank(plan)
-        description_file = write_small(directory / rank_file_name(self._rank), description, hash_name=self._hash_name)
-        sync_directory(directory)
+        description_file = write_small(target, rank_file_name(self._rank), description, hash_name=self._hash_name)
+        target.sync()
         numbers = {name: number for number, name in enumerate(files)}
         items = (stored[self._form_of(at)] for at in plan.items)
         places = [*((item.file, item.start, item.num_bytes) for item in items), *values]
         return Written(
             (*(each.entry for each in files.values()), description_file),
             tuple((numbers[name], start, num_bytes) for name, start, num_bytes in places),
+            dict(target.shared),
         )
 
     def _digest_items(self, plan: RankPlan) -> dict[ItemForm, ItemDigest]:
@@ -277,8 +279,8 @@ class Writer:
     def _form_of(self, at: int) -> ItemForm:
         return form_of(self._described.items[at])
 
-    def _data_file(self, path: Path) -> DigestedFile:
-        return DigestedFile(path, self._check, hash_name=self._hash_name)
+    def _data_file(self, target: CheckpointFiles, name: str) -> DigestedFile:
+        return DigestedFile(target, name, self._check, hash_name=self._hash_name)
 
     def _append(
         self, file: DigestedFile, name: str, at: int, digests: dict[ItemForm, ItemDigest]
@@ -312,12 +314,12 @@ class Writer:
                 files[item.part][item.entry] = numbers[place.file]
         return encode_rank_file(list(numbers), self._headers, positions, files)
 
-    def _put_consolidated(self, directory: Path, plan: RankPlan) -> None:
+    def _put_consolidated(self, directory: str, plan: RankPlan) -> None:
         for number, name in enumerate(plan.files):
             targets = [(at, start) for at, file, start in plan.targets if file == number]
             if not targets:
                 continue
-            descriptor = open_regular(directory / name, os.O_WRONLY)
+            descriptor = open_regular(Path(directory) / name, os.O_WRONLY)
             try:
                 for at, start in targets:
                     self._check()
@@ -329,7 +331,7 @@ class Writer:
                 os.close(descriptor)
 
     def _describe(self, request: Describe) -> Bytes:
-        directory = Path(request.directory)
+        target = files_at(request.location)
         written, reread = (
             [_written_decoder.decode(each) for each in some] for some in (request.written, request.reread)
         )
@@ -339,9 +341,10 @@ class Writer:
         # Reuse the encoded metadata if no place has changed: encoding 10,000 tensors takes half a second.
         if self._dcp_metadata is None or self._dcp_metadata[0] != places:
             self._dcp_metadata = (places, encode_dcp_metadata(self._planned, places))
-        files = [write_small(directory / DCP_METADATA_NAME, self._dcp_metadata[1], hash_name=self._hash_name)]
+        files = [write_small(target, DCP_METADATA_NAME, self._dcp_metadata[1], hash_name=self._hash_name)]
         if (consolidation := self._planned.consolidation) is not None:
-            files.append(write_small(directory / INDEX_NAME, consolidation.index, hash_name=self._hash_name))
+            files.append(write_small(target, INDEX_NAME, consolidation.index, hash_name=self._hash_name))
+        target.put_shared({name: path for each in written for name, path in each.shared.items()})
         manifest = CheckpointManifest(
             format=FORMAT_VERSIONS[self._hash_name],
             step=request.step,

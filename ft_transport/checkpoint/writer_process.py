@@ -81,15 +81,15 @@ class Compare(Struct, tag=True):
 
 
 class Write(Struct, tag=True):
-    """Write the files of this rank into a directory, as the plan says.
+    """Write the files of this rank, as the plan says.
 
     Attributes:
-        directory: Path of the directory.
+        location: Location of the new checkpoint (``files``).
         plan: The work of this rank.
-        last: Path of the last checkpoint, with which the new one may share data files; empty if there is none.
+        last: Location of the last checkpoint, with which the new one may share data files; empty if there is none.
     """
 
-    directory: str
+    location: str
     plan: RankPlan
     last: str
 
@@ -98,7 +98,7 @@ class Describe(Struct, tag=True):
     """Write the metadata for DCP, and return the encoded list of all files.
 
     Attributes:
-        directory: Path of the directory.
+        location: Location of the new checkpoint (``files``).
         step: The step of the checkpoint.
         local_keys: Top-level keys of the state whose values are rank-local.
         written: Each rank's answer to `Write`, encoded.
@@ -106,7 +106,7 @@ class Describe(Struct, tag=True):
         job: Name of the run that will sign the list; empty without a signature.
     """
 
-    directory: str
+    location: str
     step: int
     local_keys: tuple[str, ...]
     written: tuple[bytes, ...]
@@ -140,10 +140,12 @@ class Written(Struct, tag=True):
         files: The files of the rank in the directory: data files, shared or written, then the description of the rank;
             or the files that were digested.
         places: The place of each item of the plan, then of each value: index in ``files``, offset and length.
+        shared: The objects of data files that belong to other checkpoints, by file name; empty in a directory.
     """
 
     files: tuple[FileEntry, ...]
     places: tuple[tuple[int, int, int], ...]
+    shared: dict[str, str]
 
 
 class Done(Struct, tag=True):
@@ -239,7 +241,7 @@ class WriterProcess:
 
     Attributes:
         number: Number of processes started so far, which identifies the running one.
-        last: Path of the last checkpoint to which the running process has written; empty if there is none.
+        last: Location of the last checkpoint to which the running process has written; empty if there is none.
     """
 
     def __init__(self, *, is_private: bool = False) -> None:

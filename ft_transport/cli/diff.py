@@ -6,7 +6,7 @@ import contextlib
 import resource
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -16,6 +16,7 @@ import typer
 
 from ft_transport.cli.compare import Pair, Tally, compare
 from ft_transport.cli.contents import NotFoundError
+from ft_transport.cli.copy import is_bucket, local_copy
 from ft_transport.cli.inspect import checkpoint_at, is_url, open_source
 from ft_transport.cli.output import escape, megabytes, print_error
 from ft_transport.cli.stored_state import StoredFile, StoredState, StoredTensor
@@ -43,7 +44,12 @@ Kind = Literal["only in A", "only in B", "dtype or shape", "elements", "value"]
 
 
 def diff_command(
-    one: Annotated[str, typer.Argument(metavar="A", help="URL, safetensors file, checkpoint, or DCP directory.")],
+    one: Annotated[
+        str,
+        typer.Argument(
+            metavar="A", help="URL of a replica or a bucket, safetensors file, checkpoint, or DCP directory."
+        ),
+    ],
     other: Annotated[str, typer.Argument(metavar="B", help="Another save, of any of these kinds.")],
     step: Annotated[
         int | None, typer.Option(help="Step of the snapshots of replicas; it may be a future step.", min=0)
@@ -203,6 +209,11 @@ def opened_states(
         known: Manifest | None = None
         twin: Manifest | None = None
         steps_differ = False
+        paths = {
+            target: held.enter_context(local_copy(target, with_data=True))[0]
+            for target in {one, other}
+            if is_bucket(target)
+        }
         if is_url(one) or is_url(other):
             from ft_transport.cli.snapshot_files import SnapshotFiles, differing_from
 
@@ -214,19 +225,22 @@ def opened_states(
                 known, twin = first.manifest, second.manifest
                 steps_differ = known.step != twin.step
             else:
-                known = _manifest_of(other if is_url(one) else one) if by_digests else None
+                known = _manifest_of(other if is_url(one) else one, paths) if by_digests else None
                 twin = files.fetch(one if is_url(one) else other, chosen, differing_from(known)).manifest
         elif by_digests:
-            known, twin = _manifest_of(one), _manifest_of(other)
+            known, twin = _manifest_of(one, paths), _manifest_of(other, paths)
         chunks: UnequalChunks | None = None
         if known is not None and twin is not None:
             from ft_transport.cli.snapshot_files import UnequalChunks
 
             chunks = UnequalChunks.of(known, twin)
-        paths = files.paths if files is not None else {}
+        fetched = files.paths if files is not None else {}
         # Reading DCP's metadata starts a process for each state; let both run at once.
         with SafeExecutor(2, "ft-transport-open") as pool:
-            opening = [pool.submit(_open, target, paths.get(target)) for target in (one, other)]
+            opening = [
+                pool.submit(_open, target, paths.get(target, Path(target)), fetched.get(target))
+                for target in (one, other)
+            ]
         for each in opening:
             if each.exception() is None:
                 held.enter_context(each.result())
@@ -239,18 +253,18 @@ def opened_states(
         )
 
 
-def _manifest_of(target: str) -> Manifest | None:
+def _manifest_of(target: str, copies: Mapping[str, Path]) -> Manifest | None:
     """Return the manifest in a file that ``fetch`` has written; ``None`` for other files and for directories."""
-    path = checkpoint_at(Path(target))
+    path = checkpoint_at(copies.get(target, Path(target)))
     if path.is_dir() or DIGESTS not in open_source(str(path)).metadata:
         return None
     with contextlib.closing(StoredFile.at(path)) as file:
         return read_manifest(file)
 
 
-def _open(target: str, fetched: Path | None) -> StoredState:
+def _open(target: str, path: Path, fetched: Path | None) -> StoredState:
     if fetched is None:
-        path = checkpoint_at(Path(target))
+        path = checkpoint_at(path)
         state = StoredState(path, open_source(str(path), with_positions=True), name=target)
     else:
         contents = replace(open_source(str(fetched)), kind="snapshot of a replica")

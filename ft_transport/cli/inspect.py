@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from dataclasses import replace
@@ -12,6 +13,7 @@ import msgspec
 import typer
 
 from ft_transport.cli.contents import Contents, NotFoundError, TensorEntry, UnreadableError
+from ft_transport.cli.copy import is_bucket, local_copy
 from ft_transport.cli.dcp_metadata import METADATA_NAME, read_dcp
 from ft_transport.cli.output import escape, megabytes
 from ft_transport.cli.safetensors_files import INDEX_SUFFIX, SUFFIX, read_file, read_files, read_header
@@ -32,8 +34,8 @@ def inspect_command(
         str,
         typer.Argument(
             metavar="TARGET",
-            help="URL of a replica, safetensors file or directory, checkpoint, directory of checkpoints, or DCP "
-            "directory.",
+            help="URL of a replica, safetensors file or directory, checkpoint, directory or bucket of checkpoints, or "
+            "DCP directory.",
         ),
     ],
     values: Annotated[bool, typer.Option("--values", help="List the names of other stored values too.")] = False,
@@ -44,7 +46,9 @@ def inspect_command(
     DCP's metadata is a pickle; the command reads it without running its code. Exits with 1 if the target is unreadable
     or truncated, or contradicts its index.
     """
-    contents = open_source(target)
+    with contextlib.ExitStack() as stack:
+        path = stack.enter_context(local_copy(target, with_data=False))[0] if is_bucket(target) else target
+        contents = open_source(str(path))
     if as_json:
         typer.echo(msgspec.json.encode(_as_object(contents)))
     else:
@@ -80,8 +84,8 @@ def open_source(target: str, *, with_positions: bool = False) -> Contents:
 
 
 def is_url(target: str) -> bool:
-    """Return whether the argument of a command is a URL, of any scheme, and not a path."""
-    return _URL.match(target) is not None
+    """Return whether the argument of a command is a URL of any scheme, except those of buckets, and not a path."""
+    return _URL.match(target) is not None and not is_bucket(target)
 
 
 def checkpoint_at(path: Path) -> Path:

@@ -22,7 +22,10 @@ _LOOK: Final[dict[str, Any]] = {
     "rich_markup_mode": "markdown",
 }
 _MODULES: Final = {
-    **{name: name for name in ("bench", "diff", "doctor", "explain", "fetch", "inspect", "keepers", "top", "verify")},
+    **{
+        name: name
+        for name in ("bench", "copy", "diff", "doctor", "explain", "fetch", "inspect", "keepers", "top", "verify")
+    },
     "status": "doctor",
     "trace": "explain",
     "watch-token": "top",

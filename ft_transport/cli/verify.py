@@ -23,6 +23,7 @@ from ft_transport.cli.contents import (
     UnreadableError,
     find_gap,
 )
+from ft_transport.cli.copy import is_bucket, local_copy
 from ft_transport.cli.inspect import MANIFEST, OF_A_RANK, OURS, checkpoint_at, is_url, open_source
 from ft_transport.cli.output import escape, megabytes
 from ft_transport.cli.saved_tensor import start_of, zip_entries
@@ -36,6 +37,7 @@ from ft_transport.errors import (
 from ft_transport.runtime.threads import SafeExecutor
 
 if TYPE_CHECKING:
+    from ft_transport.checkpoint.files import CheckpointFiles
     from ft_transport.wire.manifest import Manifest
 
 _MAX_SHOWN: Final = 20
@@ -55,7 +57,8 @@ def verify_command(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="TARGET", help="URL of a replica, safetensors file or directory, checkpoint, or DCP directory."
+            metavar="TARGET",
+            help="URL of a replica or a bucket, safetensors file or directory, checkpoint, or DCP directory.",
         ),
     ],
     timeout: Annotated[
@@ -75,6 +78,10 @@ def verify_command(
     try:
         if is_url(target):
             contents = _of_peer(target, timeout)
+        elif is_bucket(target):
+            with local_copy(target, with_data=False) as (path, found):
+                contents = open_source(str(path))
+            troubles += _of_ours(found.files, found.step)
         else:
             # Choose the checkpoint once: a job may complete a newer one in the directory during the check.
             path = checkpoint_at(Path(target))
@@ -106,7 +113,7 @@ def verify_command(
 def _troubles(path: Path, contents: Contents, notes: list[str]) -> Iterator[str]:
     is_of_ranks = path.is_dir() and any(path.glob(OF_A_RANK))
     if contents.kind == OURS or (is_of_ranks and (path / MANIFEST).exists()):
-        yield from _of_ours(path.resolve(), contents.step)
+        yield from _of_directory(path.resolve(), contents.step)
         return
     notes += contents.notes
     troubles = [*contents.troubles, *tensor_troubles(contents)]
@@ -159,8 +166,8 @@ def _of_peer(url: str, timeout_s: float) -> Contents:
     return Contents(kind=f"snapshot of {peer}", tensors=tuple(entries), step=manifest.step)
 
 
-def _of_ours(path: Path, step: int | None) -> list[str]:
-    """Compare the files of a checkpoint of ft_transport with its manifest, and return the faults.
+def _of_directory(path: Path, step: int | None) -> list[str]:
+    """Compare a checkpoint of this package with its manifest.
 
     Args:
         path: The directory of the checkpoint.
@@ -169,6 +176,19 @@ def _of_ours(path: Path, step: int | None) -> list[str]:
     Raises:
         NotFoundError: Another process deleted or replaced the checkpoint during the comparison.
     """
+    from ft_transport.checkpoint.files import files_at
+
+    begun = path.stat()
+    troubles = _of_ours(files_at(str(path)), step)
+    if troubles and not (path.exists() and os.path.samestat(begun, path.stat())):
+        raise NotFoundError(
+            f"{path} was deleted or replaced while it was read; verify again, or verify another checkpoint"
+        )
+    return troubles
+
+
+def _of_ours(files: CheckpointFiles, step: int | None) -> list[str]:
+    """Compare the files of a checkpoint of this package with its manifest, and return the differences."""
     from ft_transport import StoreSettings
     from ft_transport.checkpoint.stored_files import (
         ReadRetries,
@@ -178,19 +198,15 @@ def _of_ours(path: Path, step: int | None) -> list[str]:
         read_rank_files,
     )
 
-    settings, begun = StoreSettings(), path.stat()
+    settings = StoreSettings()
     retries = ReadRetries(settings.retry_s)
     try:
-        manifest = read_manifest(path, step, settings.trust(), retries)
-        troubles = find_damage(path, manifest.files, manifest.hash, retries, lambda: None)
+        manifest = read_manifest(files, step, settings.trust(), retries)
+        troubles = find_damage(files, manifest.files, manifest.hash, retries, lambda: None)
         if not troubles:
-            decode_rank_files(read_rank_files(path, manifest, retries), manifest)
+            decode_rank_files(read_rank_files(files, manifest, retries), manifest)
     except (CheckpointDamagedError, OSError) as error:
         troubles = [f"{type(error).__name__}: {error}"]
-    if troubles and not (path.exists() and os.path.samestat(begun, path.stat())):
-        raise NotFoundError(
-            f"{path} was deleted or replaced while it was read; verify again, or verify another checkpoint"
-        )
     return troubles
 
 

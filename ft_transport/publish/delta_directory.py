@@ -215,9 +215,9 @@ class DeltaDirectory:
                 if delta is None or source.suffix != SAFETENSORS:
                     copy_file(source, path / source.name, is_private=self._is_private)
             if delta is not None:
-                write_small(path / DELTA_NAME, delta, is_private=self._is_private)
+                write_small(path, DELTA_NAME, delta, is_private=self._is_private)
             recorded = {name: f"{each:016x}" for name, each in sorted(digests.items())}
-            write_small(path / DIGESTS_NAME, msgspec.json.encode(recorded), is_private=self._is_private)
+            write_small(path, DIGESTS_NAME, msgspec.json.encode(recorded), is_private=self._is_private)
             self._directory.commit(delivery.version)
         except BaseException:
             # Frees the space of the failed version, because the disk may be full.

@@ -32,6 +32,7 @@ from ft_transport.checkpoint.plan import (
     shown_names,
     write_box,
 )
+from ft_transport.checkpoint.roots import DirectoryRoot
 from ft_transport.checkpoint.write_items import Described, WriteItem, describe
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import decode_message
@@ -97,7 +98,7 @@ class ExportResources:
     plan: SavePlan = field(init=False)
 
     def __post_init__(self) -> None:
-        self.collective = CollectiveWrite(self.agreement, self.directory, all_write=False)
+        self.collective = CollectiveWrite(self.agreement, DirectoryRoot(self.directory), all_write=False)
         self.stager = Stager(
             max_snapshots=1, num_threads=default_num_threads(), chunk_bytes=CHUNK_BYTES, is_digested=False
         )
@@ -146,10 +147,11 @@ class ExportJob:
         try:
             with collective.attempt(version):
                 collective.stage(self)
-                directory, plan = collective.agree(version, self)
+                location, plan = collective.agree(version, self)
                 collective.compare(self)
+                directory = Path(location)
                 self._write_files(directory, plan)
-                return collective.commit(version, lambda: _protect(directory))
+                return Path(collective.commit(version, lambda: _protect(directory)))
         finally:
             agreement.about = ""
             resources.release()
@@ -288,9 +290,9 @@ class ExportJob:
 
     def _write_other_files(self, directory: Path, consolidation: Consolidation) -> None:
         if len(consolidation.files) > 1:
-            write_small(directory / INDEX_NAME, consolidation.index, is_private=self.resources.is_private)
+            write_small(directory, INDEX_NAME, consolidation.index, is_private=self.resources.is_private)
         for name, data in {**self._files, **self._content.files}.items():
-            write_small(directory / name, data, is_private=self.resources.is_private)
+            write_small(directory, name, data, is_private=self.resources.is_private)
 
 
 def _protect(directory: Path) -> None:

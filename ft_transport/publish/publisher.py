@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ft_transport.checkpoint.claim import RootClaim
 from ft_transport.checkpoint.directory import NumberedDirectory
-from ft_transport.checkpoint.settings import checked_directory_number, checked_root, compare_settings
+from ft_transport.checkpoint.settings import checked_directory, checked_directory_number, compare_settings
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import RankGroup
 from ft_transport.errors import ConfigurationError, PublishError
@@ -114,7 +114,7 @@ class Publisher:
             check_duration("poll_interval", poll_interval, at_least=timedelta.resolution)
         for name, duration in (("engine_timeout", engine_timeout), ("timeout", timeout)):
             check_duration(name, duration, at_least=timedelta.resolution)
-        self._root = checked_root(root)
+        self._root = checked_directory(root)
         # An engine may still be loading the previous version.
         self._timeout_s = 2 * engine_timeout.total_seconds() + _MARGIN_S
         group = RankGroup.of(process_group)

@@ -15,6 +15,7 @@ from torch.distributed import HashStore
 from ft_transport.checkpoint import directory
 from ft_transport.checkpoint.collective_write import CollectiveWrite
 from ft_transport.checkpoint.directory import NumberedDirectory
+from ft_transport.checkpoint.roots import DirectoryRoot
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.votes import Vote, encode, encode_all
 from ft_transport.errors import PeerProtocolError, TransportError
@@ -148,7 +149,9 @@ def test_no_rank_writes_below_a_root_that_is_not_its_own(
     monkeypatch.setattr(directory, "_VISIBLE_S", 0.2)
     roots = [tmp_path / "first", tmp_path / "second"]
     writes = [
-        CollectiveWrite(Agreement(group, "test", LONG), NumberedDirectory(root, "step", None), all_write=True)
+        CollectiveWrite(
+            Agreement(group, "test", LONG), DirectoryRoot(NumberedDirectory(root, "step", None)), all_write=True
+        )
         for group, root in zip(groups_of(2, HashStore(), token), roots, strict=True)
     ]
 
@@ -173,7 +176,9 @@ def test_a_place_that_somebody_else_names_is_written_to_by_nobody(tmp_path: Path
     phase = "set up the directory"
     store.set("test/verdict/2", encode_all([Vote(phase=phase, payload=named), Vote(phase=phase)]).decode())
     writes = [
-        CollectiveWrite(Agreement(group, "test", LONG), NumberedDirectory(root, "step", None), all_write=True)
+        CollectiveWrite(
+            Agreement(group, "test", LONG), DirectoryRoot(NumberedDirectory(root, "step", None)), all_write=True
+        )
         for group in groups_of(2, store, token)
     ]
 

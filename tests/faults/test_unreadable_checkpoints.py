@@ -23,8 +23,9 @@ import torch
 from other_users import NOBODY, acting_as, as_root, open_directory
 
 from ft_transport import CheckpointStore, RankFailedError, StoreSettings
-from ft_transport.checkpoint.chunk_reading import ChunkReader, DataFiles
+from ft_transport.checkpoint.chunk_reader import ChunkReader, DataFiles
 from ft_transport.checkpoint.digested_file import digested
+from ft_transport.checkpoint.files import DirectoryFiles
 from ft_transport.checkpoint.manifest import CHECKSUM
 from ft_transport.checkpoint.stored_files import ReadRetries
 
@@ -203,7 +204,9 @@ def test_as_many_files_as_ranks_have_written_are_not_open_at_once(
         path.write_bytes(bytes([number]) * 10)
         files.append(digested(path, lambda: None))
     monkeypatch.setattr(os, "open", count)
-    with ChunkReader(DataFiles.of(tmp_path, files, CHECKSUM), range(num_files), ReadRetries(0)) as reader:
+    with ChunkReader(
+        DataFiles.of(DirectoryFiles(tmp_path), files, CHECKSUM), range(num_files), ReadRetries(0)
+    ) as reader:
         assert [reader.next()[0] for _ in range(num_files)] == list(range(num_files))
     assert max(opened) < 10
 

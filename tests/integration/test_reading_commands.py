@@ -256,9 +256,9 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_damaged(
         store.save(3, STATE, wait=True)
     read = stored_files.read_manifest
 
-    def deleted_then(path: Path, *arguments: Any) -> Any:
-        manifest = read(path, *arguments)
-        path.rename(tmp_path / "retired")
+    def deleted_then(*arguments: Any) -> Any:
+        manifest = read(*arguments)
+        (tmp_path / "step-3").rename(tmp_path / "retired")
         return manifest
 
     monkeypatch.setattr(stored_files, "read_manifest", deleted_then)

@@ -57,7 +57,7 @@ def check_loads(store: CheckpointStore, step: int, state: dict[str, Any]) -> Non
     store.verify(step)
     assert exact(store.load(step).state) == exact(state)
     loaded = {"model": {name: torch.zeros(_NUM_ELEMENTS) for name in state["model"]}}
-    dcp.load(loaded, checkpoint_id=store.root / f"step-{step}", no_dist=True)
+    dcp.load(loaded, checkpoint_id=Path(store.root) / f"step-{step}", no_dist=True)
     assert exact(loaded["model"]) == exact(state["model"])
 
 
@@ -70,20 +70,20 @@ def test_a_frozen_base_is_written_once(store: CheckpointStore) -> None:
         for layer in range(20):
             state["model"][f"layer {layer}.adapter"] += step
         store.save(step, state, wait=True)
-    num_bytes = sum(data_files(store.root / "step-1").values())
-    assert num_new_bytes(store.root, 2) <= 0.03 * num_bytes
-    assert num_new_bytes(store.root, 3) <= 0.03 * num_bytes
+    num_bytes = sum(data_files(Path(store.root) / "step-1").values())
+    assert num_new_bytes(Path(store.root), 2) <= 0.03 * num_bytes
+    assert num_new_bytes(Path(store.root), 3) <= 0.03 * num_bytes
     # The files of the adapter at step 2 are no part of step 3.
-    assert sum(data_files(store.root / "step-3").values()) <= 1.03 * num_bytes
-    shutil.rmtree(store.root / "step-1")
-    shutil.rmtree(store.root / "step-2")
+    assert sum(data_files(Path(store.root) / "step-3").values()) <= 1.03 * num_bytes
+    shutil.rmtree(Path(store.root) / "step-1")
+    shutil.rmtree(Path(store.root) / "step-2")
     assert exact(store.load(3).state) == exact(state)
 
 
 def test_a_state_that_changes_everywhere_shares_nothing(store: CheckpointStore) -> None:
     for step in (1, 2):
         store.save(step, state_of(seed=step), wait=True)
-    assert not data_files(store.root / "step-1").keys() & data_files(store.root / "step-2").keys()
+    assert not data_files(Path(store.root) / "step-1").keys() & data_files(Path(store.root) / "step-2").keys()
     check_loads(store, 1, state_of(seed=1))
     check_loads(store, 2, state_of(seed=2))
 
@@ -104,13 +104,13 @@ def test_of_20_checkpoints_all_that_remain_are_exact_and_none_takes_twice_its_st
             state["random"] = torch.randn(100)
         store.save(step, state, wait=True)
         saved[step] = {**state, "model": dict(state["model"])}
-        files = data_files(store.root / f"step-{step}")
+        files = data_files(Path(store.root) / f"step-{step}")
         num_state_bytes = num_state_bytes or sum(files.values())
         assert sum(files.values()) <= 2 * num_state_bytes
         if len(saved) > 3:
             pruned = chosen.choice(sorted(saved))
             del saved[pruned]
-            shutil.rmtree(store.root / f"step-{pruned}")
+            shutil.rmtree(Path(store.root) / f"step-{pruned}")
     assert store.steps() == tuple(sorted(saved))
     for step, expected in saved.items():
         check_loads(store, step, expected)
@@ -141,7 +141,7 @@ def test_files_that_another_program_has_changed_are_not_shared(
     store: CheckpointStore, harm: Callable[[Path], None]
 ) -> None:
     store.save(1, state_of(), wait=True)
-    harm(store.root / "step-1" / "__0_0.distcp")
+    harm(Path(store.root) / "step-1" / "__0_0.distcp")
     store.save(2, state_of(), wait=True)
     check_loads(store, 2, state_of())
 
@@ -150,13 +150,13 @@ def test_a_shared_file_is_not_writable(store: CheckpointStore) -> None:
     """A program that overwrites the files of one checkpoint, as `dcp.save` does, would change the others."""
     for step in (1, 2):
         store.save(step, state_of(), wait=True)
-    assert (store.root / "step-1" / "__0_0.distcp").stat().st_mode & 0o222 == 0
+    assert (Path(store.root) / "step-1" / "__0_0.distcp").stat().st_mode & 0o222 == 0
 
 
 def test_a_damaged_file_is_named_in_each_checkpoint_that_shares_it(store: CheckpointStore) -> None:
     for step in (1, 2):
         store.save(step, state_of(), wait=True)
-    _damage(store.root / "step-1" / "__0_0.distcp")
+    _damage(Path(store.root) / "step-1" / "__0_0.distcp")
     for step in (1, 2):
         with pytest.raises(CheckpointDamagedError, match=r"__0_0\.distcp"):
             store.verify(step)
@@ -175,7 +175,7 @@ def _damage(path: Path) -> None:
 def test_a_save_after_damage_was_found_is_whole(store: CheckpointStore, find: Callable[[CheckpointStore], Any]) -> None:
     for step in (1, 2):
         store.save(step, state_of(), wait=True)
-    _damage(store.root / "step-1" / "__0_0.distcp")
+    _damage(Path(store.root) / "step-1" / "__0_0.distcp")
     with contextlib.suppress(CheckpointDamagedError):
         find(store)
     store.save(3, state_of(), wait=True)
@@ -189,10 +189,10 @@ def test_frozen_tensors_are_shared_from_the_third_save_on_if_more_is_trained(sto
             state["model"][f"layer {layer}"] = torch.randn(_NUM_ELEMENTS)
         store.save(step, state, wait=True)
         check_loads(store, step, state)
-    num_bytes = sum(data_files(store.root / "step-1").values())
-    assert num_new_bytes(store.root, 2) > 0.9 * num_bytes
-    assert num_new_bytes(store.root, 3) < 0.65 * num_bytes
-    assert num_new_bytes(store.root, 4) < 0.65 * num_bytes
+    num_bytes = sum(data_files(Path(store.root) / "step-1").values())
+    assert num_new_bytes(Path(store.root), 2) > 0.9 * num_bytes
+    assert num_new_bytes(Path(store.root), 3) < 0.65 * num_bytes
+    assert num_new_bytes(Path(store.root), 4) < 0.65 * num_bytes
 
 
 def test_many_small_changes_do_not_make_many_files(store: CheckpointStore) -> None:
@@ -201,8 +201,8 @@ def test_many_small_changes_do_not_make_many_files(store: CheckpointStore) -> No
         if step <= 30:
             state["model"][f"layer {step - 1}"] = torch.randn(_NUM_ELEMENTS)
         store.save(step, state, wait=True)
-    assert len(data_files(store.root / "step-39")) <= 17
-    assert num_new_bytes(store.root, 39) < 10_000
+    assert len(data_files(Path(store.root) / "step-39")) <= 17
+    assert num_new_bytes(Path(store.root), 39) < 10_000
     check_loads(store, 39, state)
 
 
@@ -216,11 +216,11 @@ def test_a_name_that_a_view_has_is_refused(store: CheckpointStore) -> None:
 def test_a_replaced_checkpoint_shares_with_the_one_that_it_replaces(store: CheckpointStore) -> None:
     state = state_of()
     store.save(1, state, wait=True)
-    before = data_files(store.root / "step-1")
+    before = data_files(Path(store.root) / "step-1")
     state["model"]["layer 3"] = torch.ones(_NUM_ELEMENTS)
     store.save(1, state, wait=True, overwrite=True)
     check_loads(store, 1, state)
-    assert before.keys() & data_files(store.root / "step-1").keys()
+    assert before.keys() & data_files(Path(store.root) / "step-1").keys()
 
 
 def test_a_writer_that_was_killed_shares_nothing_at_first(store: CheckpointStore) -> None:
@@ -233,7 +233,7 @@ def test_a_writer_that_was_killed_shares_nothing_at_first(store: CheckpointStore
         state["model"]["layer 3"] = torch.full((_NUM_ELEMENTS,), float(step))
         store.save(step, state, wait=True)
         check_loads(store, step, state)
-    assert num_new_bytes(store.root, 3) < sum(data_files(store.root / "step-3").values()) / 4
+    assert num_new_bytes(Path(store.root), 3) < sum(data_files(Path(store.root) / "step-3").values()) / 4
 
 
 def test_a_save_that_fails_at_its_commit_is_no_base_of_the_next(
@@ -261,14 +261,14 @@ def test_equal_bytes_of_another_dtype_are_written_again(store: CheckpointStore, 
     store.save(2, {"w": values.view(dtype)}, wait=True)
     assert exact(store.load(2).state) == exact({"w": values.view(dtype)})
     loaded = {"w": torch.zeros_like(values.view(dtype))}
-    dcp.load(loaded, checkpoint_id=store.root / "step-2", no_dist=True)
+    dcp.load(loaded, checkpoint_id=Path(store.root) / "step-2", no_dist=True)
     assert exact(loaded["w"]) == exact(values.view(dtype))
 
 
 def test_a_checkpoint_of_an_earlier_format_is_loaded(store: CheckpointStore) -> None:
     """Formats 1 and 2 name one data file for each rank."""
     store.save(1, state_of(), wait=True)
-    directory = store.root / "step-1"
+    directory = Path(store.root) / "step-1"
     forge_json(directory, "rank-0.json", lambda it: it.update(data_file=it.pop("data_files")[0]))
     forge_manifest(directory, lambda manifest: msgspec.structs.replace(manifest, format=1))
     check_loads(store, 1, state_of())

@@ -28,8 +28,9 @@ from ranks import report_scenarios
 from state_equality import exact
 
 from ft_transport import CheckpointStore, StoreSettings, TransportError
-from ft_transport.checkpoint import collective_write, directory, writer_process
+from ft_transport.checkpoint import directory, roots, writer_process
 from ft_transport.checkpoint.directory import NumberedDirectory
+from ft_transport.checkpoint.files import DirectoryFiles
 from ft_transport.checkpoint.manifest import data_file_name
 from ft_transport.checkpoint.save_job import SaveJob
 from ft_transport.checkpoint.stored_files import ReadRetries, read_manifest
@@ -183,7 +184,7 @@ def failing_in(phase: str, error: Exception = FULL, times: int = 1) -> AbstractC
         "divide the work": (GlooExchange, "scatter"),
         "read the headers": (SaveJob, "header"),
         "set up the directory": (NumberedDirectory, "begin"),
-        "find the directory": (collective_write, "wait_until_visible"),
+        "find the directory": (roots, "wait_until_visible"),
         "copy": (PendingSnapshot, "finish"),  # after save() has returned, in the background
     }[phase]
     return injected(owner, name, error, times)
@@ -320,7 +321,7 @@ def invisible_step(ranks: Ranks) -> dict[str, Any]:
         is_elsewhere = is_last and not is_hidden
         dist.barrier()
         started_s = time.monotonic()
-        with replaced(collective_write, "wait_until_visible", look_elsewhere) if is_elsewhere else nullcontext():
+        with replaced(roots, "wait_until_visible", look_elsewhere) if is_elsewhere else nullcontext():
             error = told(store.save(1, state_of(1, ranks.rank)).exception())
         return {"error": error, "took_s": error["at_s"] - started_s, "steps": list(store.steps())}
 
@@ -370,7 +371,9 @@ def stale(ranks: Ranks) -> dict[str, Any]:
         dist.barrier()
         listed = {
             entry.name
-            for entry in read_manifest(ranks.root / "step-5", 5, StoreSettings().trust(), ReadRetries(0)).files
+            for entry in read_manifest(
+                DirectoryFiles(ranks.root / "step-5"), 5, StoreSettings().trust(), ReadRetries(0)
+            ).files
         }
         there = {str(path.relative_to(ranks.root / "step-5")) for path in (ranks.root / "step-5").rglob("*")}
         return {
@@ -550,7 +553,7 @@ def _gone(ranks: Ranks, victim: int, number: signal.Signals) -> dict[str, Any]:
 
     dist.barrier()
     started_s = time.monotonic()
-    with replaced(collective_write, "wait_until_visible", strike) if is_victim else nullcontext():
+    with replaced(roots, "wait_until_visible", strike) if is_victim else nullcontext():
         error = told(store.save(1, state_of(1, ranks.rank)).exception())
     report = {"error": error, "took_s": error["at_s"] - started_s}
     if number == signal.SIGSTOP:

@@ -16,6 +16,7 @@ from ft_transport.checkpoint.collective_write import CollectiveWrite, TakenSnaps
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.manifest import Trust
 from ft_transport.checkpoint.plan import RankPlan
+from ft_transport.checkpoint.roots import DirectoryRoot
 from ft_transport.checkpoint.save_job import SaveJob, SaveResources
 from ft_transport.checkpoint.settings import StoreSettings
 from ft_transport.checkpoint.staging import StagedState
@@ -41,12 +42,12 @@ class Saves:
         directory = NumberedDirectory(root, "step", None)
         self._resources = SaveResources(
             agreement=self.agreement,
-            collective=CollectiveWrite(self.agreement, directory, all_write=True),
+            collective=CollectiveWrite(self.agreement, DirectoryRoot(directory), all_write=True),
             writer=WriterProcess(),
             settings=StoreSettings(),
             trust=Trust(None, "", accepts_unsigned=False),
             consolidate=None,
-            retire_old=lambda step: self.note("committed"),
+            completed=lambda step: self.note("committed"),
             take_damage=lambda: False,
         )
 
@@ -93,13 +94,17 @@ class RecordingJob(SaveJob):
         self._saves.note("compare")
         assert digests == [b"digest"]
 
-    def write(self, directory: Path, plan: RankPlan) -> Callable[[], None]:
+    def write(self, location: str, plan: RankPlan) -> Callable[[], bytes | None]:  # type: ignore[override]
         def write() -> None:
             self._saves.note("write")
-            (directory / "data").write_text(self._content)
+            (Path(location) / "data").write_text(self._content)
 
         self._saves.agreement.run("write", write)
-        return lambda: self._saves.note("finish")
+
+        def finish() -> None:
+            self._saves.note("finish")
+
+        return finish
 
 
 _PLANNING = ["header", "plan"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ft_transport.checkpoint.inventory import MAX_GONE, load_newest_good
+from ft_transport.checkpoint.found import MAX_GONE, Candidate, load_newest_good
 from ft_transport.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 
 
@@ -34,7 +34,9 @@ class Root:
         return step
 
     def load_newest_good(self) -> int | None:
-        return load_newest_good(lambda: list(self.steps), self.load)
+        return load_newest_good(
+            lambda: [Candidate(step, is_own=True) for step in self.steps], lambda candidate: self.load(candidate.step)
+        )
 
 
 def test_the_newest_good_one_is_loaded_and_each_is_tried_once() -> None:
