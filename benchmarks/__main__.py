@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import (
+    bucket,
     cap,
     checkpoint,
     clone,
@@ -56,6 +57,7 @@ BENCHMARKS = {
         join,
         follow,
         checkpoint,
+        bucket,
         reading,
         reading_commands,
         publishing,
