@@ -250,8 +250,10 @@ class _Requests:
 
     def answer(self, step: int, error: str = "") -> None:
         """Report the outcome of a request, unless the trainer has exited."""
+        # An error may name a file whose name is no text.
+        text = error[:2000].encode(errors="replace").decode()
         with contextlib.suppress(OSError):
-            os.write(self._descriptor, msgspec.json.encode(_Answer(step, error[:2000])) + b"\n")
+            os.write(self._descriptor, msgspec.json.encode(_Answer(step, text)) + b"\n")
 
 
 def main() -> None:
