@@ -1,9 +1,9 @@
 """The index of the checkpoints under a prefix in a bucket, and the claim of the process that may change it.
 
-``steps.json`` names the owner of the root, and the attempt of each complete checkpoint. It is the only object that is
-ever changed, and each change is conditional on the version that was read (RFC 9110, section 13.1.1). So a checkpoint
-becomes visible in one write, a listing of the bucket that lags behind hides nothing, and an owner that has lost its
-claim, for example because it was suspended, can no longer change anything.
+``steps.json`` (``versions.json`` for published versions) names the owner of the root, and the attempt of each complete
+checkpoint. It is the only object that is ever changed, and each change is conditional on the version that was read (RFC
+9110, section 13.1.1). So a checkpoint becomes visible in one write, a listing of the bucket that lags behind hides
+nothing, and an owner that has lost its claim, for example because it was suspended, can no longer change anything.
 
 The owner writes the object ``.owner-ID`` again and again. Another process that finds this object unchanged for
 `LEASE_S` of its own monotonic clock takes the claim over; no two clocks are compared. A process on the same host sees
@@ -45,7 +45,7 @@ _LOOK_S: Final = 0.5
 _MAX_CHANGES: Final = 10
 _MAX_INDEX_BYTES: Final = 1 << 28
 _FORMAT: Final = 1
-_LIST: Final = re.compile(r"step-[0-9]{1,18}/attempt-[0-9a-f]{16}/manifest\.json")
+_LIST: Final = re.compile(r"(?:step|version)-[0-9]{1,18}/attempt-[0-9a-f]{16}/manifest\.json")
 _HEX: Final = r"\A[0-9a-f]{16}\Z"
 
 

@@ -15,8 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -27,13 +26,17 @@ import msgspec
 from ft_transport.checkpoint.claim import RootClaim
 from ft_transport.checkpoint.digested_file import write_small
 from ft_transport.checkpoint.directory import NumberedDirectory
+from ft_transport.checkpoint.files import is_url
 from ft_transport.errors import (
+    CheckpointError,
     CheckpointInUseError,
+    ConfigurationError,
     EngineRefusedError,
     EngineUnreachableError,
     IntegrityError,
     RestoreError,
 )
+from ft_transport.publish.delta_bucket import DeltaBucket
 from ft_transport.publish.deltas import (
     DELTA_NAME,
     DIGESTS_NAME,
@@ -47,10 +50,9 @@ from ft_transport.publish.deltas import (
     num_bytes_of,
     tensors_of,
 )
-from ft_transport.publish.engines.engine import Delivery, EngineConnection
+from ft_transport.publish.engines.engine import Delivery, EngineConnection, in_daemon_thread
 from ft_transport.publish.versions import weights_in
 from ft_transport.runtime.regular_files import UnusableFileError, make_read_only, read_regular
-from ft_transport.runtime.signal_safe import SafeFuture, SafeThread
 from ft_transport.runtime.threads import at_exit
 from ft_transport.settings import check_duration, check_number
 from ft_transport.wire.delta import Delta, apply_changes, decode_delta
@@ -70,11 +72,16 @@ class DeltaDirectory:
     """A directory to which a `Publisher` delivers versions, most of them as deltas. Readers restore whole versions.
 
     Args:
-        root: The directory. Only one publisher at a time can write there.
+        root: The directory. Only one publisher at a time can write there. On the host of an engine also the URL of a
+            bucket, from which `restore` copies what it needs.
         anchor_every: At least one of so many versions in a row is an anchor, which does not depend on other versions.
         keep_anchors: Number of newest anchors to keep. Versions older than these anchors are deleted.
         private: Whether only the owner may read the files and directories, including restored ones. By default the
             umask applies.
+        bucket: The URL of a bucket and a prefix in it, such as ``s3://bucket/deltas``, to which each version is copied.
+
+    Raises:
+        ConfigurationError: An argument is invalid.
     """
 
     headers: Mapping[str, str] = {}
@@ -82,31 +89,48 @@ class DeltaDirectory:
     """``None``: every adapter may be published here, because the directory has all of PEFT's files unchanged."""
 
     def __init__(
-        self, root: str | os.PathLike[str], *, anchor_every: int = 10, keep_anchors: int = 2, private: bool = False
+        self,
+        root: str | os.PathLike[str],
+        *,
+        anchor_every: int = 10,
+        keep_anchors: int = 2,
+        private: bool = False,
+        bucket: str | None = None,
     ) -> None:
         self._anchor_every = check_number("anchor_every", anchor_every, at_least=1)
         self._keep_anchors = check_number("keep_anchors", keep_anchors, at_least=1)
+        self._is_remote = is_url(os.fspath(root))
+        if self._is_remote and bucket is not None:
+            raise ConfigurationError(f"expected a directory as root beside bucket={bucket!r}, got {root!r}")
+        url = os.fspath(root) if self._is_remote else bucket
+        self._bucket = DeltaBucket(url) if url is not None else None
         self._directory = NumberedDirectory(Path(root).absolute(), "version", None, is_private=private)
         self._is_private = private
         self._mutex = threading.Lock()
-        self.url = self._directory.root.as_uri()
+        self.url = self._bucket.url if self._is_remote and self._bucket is not None else self._directory.root.as_uri()
 
     def versions(self) -> list[int]:
-        """Return the numbers of all versions in the directory, ascending."""
+        """Return the numbers of all versions in the directory or bucket, ascending."""
+        if self._is_remote and self._bucket is not None:
+            return self._bucket.versions()
         return self._directory.numbers()
 
     async def deliver(self, connection: EngineConnection, delivery: Delivery) -> int:
         """Write a version to the directory, as a delta if that is smaller (`Engine.deliver`)."""
         del connection
+        if self._is_remote:
+            raise EngineRefusedError(
+                f"expected a local directory to publish to, got {self.url}; pass it as bucket=", peer=self.url
+            )
         # Own threads: a directory that hangs must not block the pool of threads that serves other engines.
-        while (version := await in_daemon_thread(self._write_in_turn, delivery)) is None:
+        while (version := await in_daemon_thread(_THREAD_NAME, self._write_in_turn, delivery)) is None:
             await asyncio.sleep(0.05)
         return version
 
     async def served_version(self, connection: EngineConnection, newest: Delivery) -> int | None:
         """Return the newest version in the directory (`PolledEngine.served_version`)."""
         del connection, newest
-        return await in_daemon_thread(self._newest)
+        return await in_daemon_thread(_THREAD_NAME, self._newest)
 
     def restore(
         self,
@@ -140,6 +164,8 @@ class DeltaDirectory:
         local = NumberedDirectory(Path(directory), "version", None, is_private=self._is_private)
         versions = self.versions()
         wanted = version if version is not None else max(versions, default=-1)
+        if self._is_remote:
+            return self._restore_remote(local, wanted, keep, timeout)
         if (found := self._good_local(local, wanted)) is not None:
             return found
         if wanted not in versions:
@@ -152,6 +178,23 @@ class DeltaDirectory:
         finally:
             claim.release()
 
+    def _restore_remote(self, local: NumberedDirectory, wanted: int, keep: int, timeout: timedelta) -> Path:
+        """Copy what the version depends on from the bucket to the same disk, and restore it from there."""
+        assert self._bucket is not None, "the root is a bucket"
+        if have := [number for number in local.numbers() if number != wanted]:
+            try:
+                with self._bucket.pulled(wanted, have, local.root) as pulled:
+                    return DeltaDirectory(pulled, private=self._is_private).restore(
+                        local.root, wanted, keep=keep, timeout=timeout
+                    )
+            except (IntegrityError, RestoreError) as error:
+                # A local version may be damaged, or from another run: use an anchor.
+                logger.warning("version %d is restored again without local versions: %s", wanted, error)
+        with self._bucket.pulled(wanted, [], local.root) as pulled:
+            return DeltaDirectory(pulled, private=self._is_private).restore(
+                local.root, wanted, keep=keep, timeout=timeout
+            )
+
     # ------------------------------------------------------------------------------------------------------- writing
 
     def _write_in_turn(self, delivery: Delivery) -> int | None:
@@ -160,9 +203,22 @@ class DeltaDirectory:
             return None
         try:
             with self._claimed():
-                return self._write(delivery)
+                version = self._write(delivery)
+                self._push()
+                return version
         finally:
             self._mutex.release()
+
+    def _push(self) -> None:
+        """Copy the versions to the bucket; also those that an earlier push could not copy."""
+        if self._bucket is None:
+            return
+        try:
+            self._bucket.push(self._directory)
+        except (OSError, CheckpointError) as error:
+            raise EngineUnreachableError(
+                f"the versions could not be copied to {self._bucket.url}: {error}", peer=self.url
+            ) from error
 
     @contextmanager
     def _claimed(self) -> Iterator[None]:
@@ -344,31 +400,6 @@ class DeltaDirectory:
         directory = self._directory.find(version)
         file = directory / DELTA_NAME if directory is not None else None
         return file if file is not None and file.exists() else None
-
-
-async def in_daemon_thread(function: Callable[..., T], *arguments: object) -> T:
-    """Call a function on a daemon thread, and wait for its result.
-
-    Threads of ``asyncio.to_thread`` would block the exit of the process until the function returns.
-
-    Args:
-        function: The function to call. Cancelling the wait does not stop the function.
-        *arguments: Arguments of the function.
-
-    Raises:
-        Exception: The error of the function.
-    """
-    outcome: Future[T] = SafeFuture()
-    outcome.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            outcome.set_result(function(*arguments))
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    SafeThread(target=run, name=_THREAD_NAME, daemon=True).start()
-    return await asyncio.wrap_future(outcome)
 
 
 def _read(file: Path, max_bytes: int) -> bytes:

@@ -8,14 +8,18 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol, runtime_checkable
+from typing import Any, Final, Literal, Protocol, TypeVar, runtime_checkable
 from urllib.parse import urlsplit
 
 import aiohttp
 
 from ft_transport.errors import ConfigurationError, EngineRefusedError, EngineUnreachableError, escape_peer_text
+from ft_transport.runtime.signal_safe import SafeFuture, SafeThread
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 _MAX_BODY_BYTES: Final = 1 << 20
@@ -369,3 +373,29 @@ def confirmed_weight_version(answer: Answer, expected: int) -> int:
     if version is None:
         raise answer.refusal(f"expected weight_version {expected}")
     return version
+
+
+async def in_daemon_thread(name: str, function: Callable[..., T], *arguments: object) -> T:
+    """Call a function on a daemon thread, and wait for its result.
+
+    Threads of ``asyncio.to_thread`` would block the exit of the process until the function returns.
+
+    Args:
+        name: Name of the thread.
+        function: The function to call. Cancelling the wait does not stop the function.
+        *arguments: Arguments of the function.
+
+    Raises:
+        Exception: The error of the function.
+    """
+    outcome: Future[T] = SafeFuture()
+    outcome.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function(*arguments))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    SafeThread(target=run, name=name, daemon=True).start()
+    return await asyncio.wrap_future(outcome)

@@ -1,0 +1,145 @@
+"""Copies of the versions in a `DeltaDirectory` in a bucket: the publisher pushes them, an engine's host pulls them."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from ft_transport.checkpoint.copying import copy_files
+from ft_transport.checkpoint.digested_file import DigestedFile
+from ft_transport.checkpoint.directory import NumberedDirectory
+from ft_transport.checkpoint.files import DirectoryFiles, files_at
+from ft_transport.checkpoint.manifest import FORMAT_VERSIONS, CheckpointManifest, encode_manifest
+from ft_transport.checkpoint.roots import root_at
+from ft_transport.checkpoint.settings import StoreSettings
+from ft_transport.checkpoint.stored_files import ReadRetries, read_manifest
+from ft_transport.errors import RestoreError
+from ft_transport.publish.deltas import DELTA_NAME
+from ft_transport.runtime.regular_files import make_directory
+
+_ATTEMPT_BITS: Final = 63
+_PIECE_BYTES: Final = 8 << 20
+
+
+class DeltaBucket:
+    """The versions under a prefix in a bucket. Not thread-safe.
+
+    With a job token in the environment, the publisher signs the versions, and an engine's host loads only signed ones.
+
+    Args:
+        url: URL of the prefix, such as ``s3://bucket/deltas``.
+
+    Attributes:
+        url: The URL.
+
+    Raises:
+        ConfigurationError: The URL, the job token or the environment's settings are invalid.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._root = root_at(url, "version")
+        self._settings = StoreSettings()
+        self._trust = self._settings.trust()
+        self._is_clean = False
+        self.url = self._root.name
+
+    def versions(self) -> list[int]:
+        """Return the numbers of all versions, ascending. Raises an ``OSError`` if the bucket cannot be read."""
+        return self._root.numbers()
+
+    def push(self, directory: NumberedDirectory) -> None:
+        """Copy the versions that the bucket lacks, and delete those that the directory lacks.
+
+        Raises:
+            CheckpointInUseError: Another publisher pushes to this prefix.
+            OSError: A file cannot be read, or the bucket cannot be written.
+        """
+        root, numbers = self._root, directory.numbers()
+        root.claim("a publisher of deltas", 0)
+        try:
+            if not self._is_clean:
+                root.recover()
+                self._is_clean = True
+            there = root.numbers()
+            for number in numbers:
+                path = directory.find(number)
+                if number not in there and path is not None:
+                    self._push(number, path)
+            root.delete([each for number in there if number not in numbers for each in root.retire(number)])
+        finally:
+            root.release()
+
+    @contextmanager
+    def pulled(self, wanted: int, have: Collection[int], parent: Path) -> Iterator[Path]:
+        """Copy a version, and all versions on which its delta depends, to a directory that lasts until the block ends.
+
+        Args:
+            wanted: Number of the version.
+            have: Whole versions that the caller has: earlier ones are not copied.
+            parent: Where the directory is made.
+
+        Raises:
+            RestoreError: The bucket does not have the version.
+            CheckpointDamagedError: A file differs from its digests.
+            CheckpointUntrustedError: The version has no valid signature with the job token.
+            OSError: The bucket cannot be read.
+        """
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".pulled-", dir=parent) as into:
+            self._pull(wanted, have, Path(into))
+            yield Path(into)
+
+    def _pull(self, wanted: int, have: Collection[int], into: Path) -> None:
+        retries = ReadRetries(self._settings.retry_s)
+        numbers = self.versions()
+        if wanted not in numbers:
+            raise RestoreError(f"expected version {wanted} in {self.url}, which has {numbers or 'none'}")
+        for number in reversed(numbers[: numbers.index(wanted) + 1]):
+            if number in have:
+                return
+            location = self._root.find(number)
+            if location is None:
+                raise RestoreError(f"expected version {number} in {self.url} during the read, but it was deleted")
+            files = files_at(location)
+            manifest = read_manifest(files, number, self._trust, retries)
+            path = into / f"version-{number}"
+            make_directory(path)
+            copy_files(files, DirectoryFiles(path), manifest, retries, is_copied=lambda _: True)
+            if all(entry.name != DELTA_NAME for entry in manifest.files):
+                return
+
+    def _push(self, number: int, path: Path) -> None:
+        root, trust = self._root, self._trust
+        attempt = secrets.randbits(_ATTEMPT_BITS)
+        root.begin(number, attempt)
+        try:
+            files = files_at(root.attempt(number, attempt))
+            entries = []
+            for source in sorted(path.iterdir()):
+                with DigestedFile(files, source.name, hash_name=trust.hash_name) as file:
+                    for piece in _pieces(source):
+                        file.write(piece)
+                    entries.append(file.finish())
+            manifest = CheckpointManifest(
+                format=FORMAT_VERSIONS[trust.hash_name],
+                step=number,
+                num_ranks=1,
+                local_keys=(),
+                files=tuple(entries),
+                hash=trust.hash_name,
+                job=trust.job if trust.keys is not None else "",
+            )
+            root.commit(number, attempt, trust.seal(encode_manifest(manifest)))
+        except BaseException:
+            root.discard(number)
+            raise
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(_PIECE_BYTES):
+            yield piece
