@@ -29,7 +29,7 @@ from ft_transport import (
     RankFailedError,
     StoreSettings,
 )
-from ft_transport.checkpoint import bucket_files, bucket_root
+from ft_transport.checkpoint import bucket_files, bucket_index, bucket_root
 
 _SETTINGS = StoreSettings(timeout=timedelta(seconds=30))
 _URL = f"s3://{BUCKET}/run"
@@ -191,10 +191,10 @@ def test_a_signed_checkpoint_is_loaded_with_its_token_only(bucket: Bucket, monke
         store.load(2)
 
 
-def test_another_group_cannot_save_to_the_same_prefix(
-    bucket: Bucket, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_group_cannot_save_to_the_same_prefix(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_index, "_BEAT_S", 0.1)
     monkeypatch.setattr("ft_transport.checkpoint.inventory._CLAIM_S", 0.0)
+    store = CheckpointStore(_URL, settings=_SETTINGS)
     with pytest.raises(CheckpointInUseError, match="group of 1"):
         CheckpointStore(_URL, settings=_SETTINGS)
     store.save(1, state_of(), wait=True)

@@ -22,6 +22,7 @@ from state_equality import exact
 from torch import nn
 
 from ft_transport import CheckpointExistsError, CheckpointStore, ConfigurationError, StoreSettings, Upload
+from ft_transport.checkpoint import bucket_index
 from ft_transport.checkpoint.settings import Existing
 from manager import StateManager
 
@@ -52,18 +53,18 @@ def _flip(path: Path) -> None:
 
 def test_every_checkpoint_that_is_due_is_uploaded_with_its_new_bytes_alone(bucket: Bucket, tmp_path: Path) -> None:
     written = []
-    for step in range(1, 6):
+    for step in range(1, 4):
         # Closing waits for the upload, so that none is overtaken by the next.
-        with CheckpointStore(tmp_path, keep=2, upload=Upload(_URL, every=2, keep=2), settings=_SETTINGS) as store:
+        with CheckpointStore(tmp_path, keep=2, upload=Upload(_URL, every=2, keep=1), settings=_SETTINGS) as store:
             store.save(step, state_of(step), wait=True)
         written.append(sum(num for path, num in bucket.put_bytes.items() if ".distcp." in path))
         bucket.put_bytes.clear()
     with CheckpointStore(_URL, settings=_SETTINGS, read_only=True) as uploaded:
-        assert uploaded.steps() == (3, 5)
+        assert uploaded.steps() == (3,)
         for step in uploaded.steps():
             uploaded.verify(step)
             assert exact(uploaded.load(step).state) == exact(state_of(step))
-    assert written[1] == written[3] == 0
+    assert written[1] == 0
     assert written[0] > 400_000
 
 
@@ -247,8 +248,9 @@ def test_an_object_that_was_changed_is_not_shared_with_the_next_upload(bucket: B
 
 
 def test_while_another_run_owns_the_bucket_uploads_fail_and_old_checkpoints_are_deleted(
-    bucket: Bucket, tmp_path: Path
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(bucket_index, "_BEAT_S", 0.1)
     with CheckpointStore(tmp_path, keep=2, upload=Upload(_URL), settings=_SETTINGS) as store:
         with CheckpointStore(_URL, settings=_SETTINGS):
             for step in range(1, 5):
