@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -13,12 +13,12 @@ from ft_transport.checkpoint.copying import copy_files
 from ft_transport.checkpoint.digested_file import DigestedFile
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.files import DirectoryFiles, files_at
-from ft_transport.checkpoint.manifest import FORMAT_VERSIONS, CheckpointManifest, encode_manifest
+from ft_transport.checkpoint.manifest import FORMAT_VERSIONS, CheckpointManifest, FileEntry, encode_manifest
 from ft_transport.checkpoint.roots import root_at
 from ft_transport.checkpoint.settings import StoreSettings
 from ft_transport.checkpoint.stored_files import ReadRetries, read_manifest
 from ft_transport.errors import RestoreError
-from ft_transport.publish.deltas import DELTA_NAME
+from ft_transport.publish.deltas import DELTA_NAME, DIGESTS_NAME, digests_in
 from ft_transport.runtime.regular_files import make_directory
 
 _ATTEMPT_BITS: Final = 63
@@ -73,6 +73,12 @@ class DeltaBucket:
         finally:
             root.release()
 
+    def digests(self, version: int) -> dict[str, int]:
+        """Return the digest of each file of a version. Raises the errors of `pulled`."""
+        with tempfile.TemporaryDirectory(prefix="ft-transport-") as into:
+            self._copy(version, Path(into), is_copied=lambda entry: entry.name == DIGESTS_NAME)
+            return digests_in(Path(into))
+
     @contextmanager
     def pulled(self, wanted: int, have: Collection[int], parent: Path) -> Iterator[Path]:
         """Copy a version, and all versions on which its delta depends, to a directory that lasts until the block ends.
@@ -94,23 +100,27 @@ class DeltaBucket:
             yield Path(into)
 
     def _pull(self, wanted: int, have: Collection[int], into: Path) -> None:
-        retries = ReadRetries(self._settings.retry_s)
         numbers = self.versions()
         if wanted not in numbers:
             raise RestoreError(f"expected version {wanted} in {self.url}, which has {numbers or 'none'}")
         for number in reversed(numbers[: numbers.index(wanted) + 1]):
             if number in have:
                 return
-            location = self._root.find(number)
-            if location is None:
-                raise RestoreError(f"expected version {number} in {self.url} during the read, but it was deleted")
-            files = files_at(location)
-            manifest = read_manifest(files, number, self._trust, retries)
             path = into / f"version-{number}"
             make_directory(path)
-            copy_files(files, DirectoryFiles(path), manifest, retries, is_copied=lambda _: True)
-            if all(entry.name != DELTA_NAME for entry in manifest.files):
+            if DELTA_NAME not in self._copy(number, path, is_copied=lambda _: True):
                 return
+
+    def _copy(self, version: int, into: Path, is_copied: Callable[[FileEntry], bool]) -> set[str]:
+        """Copy files of a version to a directory. Return the names of all its files."""
+        retries = ReadRetries(self._settings.retry_s)
+        location = self._root.find(version)
+        if location is None:
+            raise RestoreError(f"expected version {version} in {self.url}, but it was deleted")
+        files = files_at(location)
+        manifest = read_manifest(files, version, self._trust, retries)
+        copy_files(files, DirectoryFiles(into), manifest, retries, is_copied=is_copied)
+        return {entry.name for entry in manifest.files}
 
     def _push(self, number: int, path: Path) -> None:
         root, trust = self._root, self._trust

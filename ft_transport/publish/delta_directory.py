@@ -63,6 +63,8 @@ _DELTA_SURPLUS_BYTES: Final = 16 << 20
 """Allowance for the header of a delta, added to the size of the weights, which bounds the rest of the delta."""
 _NO_LOCKS: Final = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 """Errors with which file systems without locks, such as mounted buckets, refuse a lock."""
+_PULLING_NAME: Final = ".pulling"
+"""The directory whose lock a process has while it copies versions from a bucket."""
 _THREAD_NAME: Final = "ft-transport-deltas"
 _EXIT_S: Final = 10.0
 """Seconds that an exiting process waits for running writes."""
@@ -165,7 +167,12 @@ class DeltaDirectory:
         versions = self.versions()
         wanted = version if version is not None else max(versions, default=-1)
         if self._is_remote:
-            return self._restore_remote(local, wanted, keep, timeout)
+            claim = RootClaim(local.root / _PULLING_NAME, is_private=self._is_private)
+            claim.take("copying versions from a bucket", timeout.total_seconds())
+            try:
+                return self._good_local(local, wanted) or self._restore_remote(local, wanted, keep, timeout)
+            finally:
+                claim.release()
         if (found := self._good_local(local, wanted)) is not None:
             return found
         if wanted not in versions:
@@ -317,15 +324,23 @@ class DeltaDirectory:
 
         If the version is no longer in the delta directory, its digests are unknown, and its files count as good.
         """
-        found, there = local.find(wanted), self._directory.find(wanted)
-        if found is None or there is None:
+        found = local.find(wanted)
+        if found is None or wanted not in self.versions():
             return found
         try:
-            check_files(found, digests_in(there), wanted)
+            check_files(found, self._digests(wanted), wanted)
         except (IntegrityError, RestoreError) as error:
             logger.warning("version %d in %s is damaged, so it is restored again: %s", wanted, local.root, error)
             return None
         return found
+
+    def _digests(self, version: int) -> dict[str, int]:
+        if self._is_remote and self._bucket is not None:
+            return self._bucket.digests(version)
+        there = self._directory.find(version)
+        if there is None:
+            raise RestoreError(f"expected version {version} in {self._directory.root}, but it was just deleted")
+        return digests_in(there)
 
     def _restore_to(self, local: NumberedDirectory, wanted: int, keep: int) -> Path:
         have = [number for number in local.numbers() if number != wanted]

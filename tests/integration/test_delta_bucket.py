@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -65,6 +66,21 @@ def test_each_version_is_restored_bit_by_bit_and_a_delta_is_small(bucket: Bucket
     assert not any("/version-3/" in path and "safetensors" in path for path in read)
 
 
+def test_a_version_that_is_there_is_not_copied_again_and_many_restorers_copy_once(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    published = publish(tmp_path, range(1, 2))
+    with ThreadPoolExecutor(4) as pool:
+        paths = list(pool.map(lambda _: DeltaDirectory(_URL).restore(tmp_path / "engine"), range(4)))
+    assert len(set(paths)) == 1
+    assert same_bits(loaded(paths[0]), published[1])
+    read = sum(num for (method, path), num in bucket.requests.items() if method == "GET" and ".safetensors." in path)
+    assert read <= -(-num_bytes(published[1]) // (4 << 20)) + 1
+    (paths[0] / "model.safetensors").chmod(0o600)
+    (paths[0] / "model.safetensors").write_bytes(b"damaged")
+    assert same_bits(loaded(DeltaDirectory(_URL).restore(tmp_path / "engine")), published[1])
+
+
 def test_old_versions_are_deleted_with_their_anchors(bucket: Bucket, tmp_path: Path) -> None:
     published = publish(tmp_path, range(1, 14))
     remote = DeltaDirectory(_URL)
@@ -100,7 +116,7 @@ def test_a_damaged_object_is_named_and_nothing_is_restored(bucket: Bucket, tmp_p
     client.close()
     with pytest.raises(CheckpointDamagedError, match=r"model\.safetensors"):
         DeltaDirectory(_URL).restore(tmp_path / "engine")
-    assert list((tmp_path / "engine").iterdir()) == []
+    assert [each.name for each in (tmp_path / "engine").iterdir()] == [".pulling"]  # the lock
     with pytest.raises(RestoreError, match="version 7"):
         DeltaDirectory(_URL).restore(tmp_path / "engine", 7)
 
