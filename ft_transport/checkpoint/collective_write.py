@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
@@ -26,7 +25,7 @@ import msgspec
 from msgspec import Struct
 
 from ft_transport.checkpoint.plan import RankPlan
-from ft_transport.checkpoint.roots import CheckpointRoot
+from ft_transport.checkpoint.roots import CheckpointRoot, draw_attempt
 from ft_transport.checkpoint.settings import compare_settings
 from ft_transport.coordination.agreement import Agreement
 from ft_transport.coordination.ranks import decode_message
@@ -34,7 +33,6 @@ from ft_transport.errors import TransportError
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPT_BITS: Final = 63
 _DISCARD_S: Final = 300.0
 
 
@@ -181,7 +179,7 @@ class CollectiveWrite:
         """Begin an attempt with a random number, and return this number."""
         # Before a retry, this write may itself have made a checkpoint of this number.
         job.admit(is_retry=is_retry)
-        drawn = secrets.randbits(_ATTEMPT_BITS)
+        drawn = draw_attempt()
         self.root.begin(number, drawn)
         return drawn
 

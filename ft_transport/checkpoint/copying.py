@@ -6,7 +6,6 @@ The list of files and its signature stay the same, so no key is needed.
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +23,11 @@ from ft_transport.checkpoint.manifest import (
     damaged,
     num_chunks_of,
 )
-from ft_transport.checkpoint.roots import CheckpointRoot, root_at
+from ft_transport.checkpoint.roots import CheckpointRoot, draw_attempt, root_at
 from ft_transport.checkpoint.stored_files import ReadRetries, find_damage, read_encoded_manifest
 from ft_transport.errors import CheckpointDamagedError, CheckpointExistsError, CheckpointNotFoundError
 
 _STEP: Final = re.compile(r"(.+)/step-([0-9]{1,18})/?")
-_ATTEMPT_BITS: Final = 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +112,7 @@ class Copier:
                 f"expected no other checkpoint of this step in {target.name}, there is one", step=step
             )
         target.refuse_foreign(step)
-        attempt = secrets.randbits(_ATTEMPT_BITS)
+        attempt = draw_attempt()
         target.begin(step, attempt)
         try:
             files = files_at(target.attempt(step, attempt))

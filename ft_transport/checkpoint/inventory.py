@@ -320,8 +320,8 @@ class Inventory:
             return False
 
     def _root_of(self, found: FoundCheckpoint) -> CheckpointRoot:
-        is_own = found.location.startswith(self.root.name) or self._uploaded is None
-        return self.root if is_own or self._uploaded is None else self._uploaded
+        # With uploads, the root is a directory.
+        return self._uploaded if self._uploaded is not None and is_url(found.location) else self.root
 
     def _verify(self, found: FoundCheckpoint) -> None:
         agreement = self._agreement

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from ft_transport.checkpoint.claim import RootClaim
 from ft_transport.checkpoint.digested_file import write_small
@@ -19,6 +20,9 @@ from ft_transport.checkpoint.files import is_url
 from ft_transport.checkpoint.manifest import MANIFEST_NAME
 from ft_transport.errors import ConfigurationError
 from ft_transport.runtime.regular_files import UnusableFileError, create_file, open_regular
+
+_ATTEMPT_BITS: Final = 63
+"""The ranks exchange the number of an attempt as a signed integer of 64 bits."""
 
 
 class CheckpointRoot(Protocol):
@@ -98,6 +102,11 @@ class CheckpointRoot(Protocol):
 
     def clear(self) -> None:
         """Deletes all checkpoints, complete or not, except those that another program wrote."""
+
+
+def draw_attempt() -> int:
+    """Return a random number for an attempt (`CheckpointRoot.begin`)."""
+    return secrets.randbits(_ATTEMPT_BITS)
 
 
 def root_at(root: Path | str, prefix: str, *, is_private: bool = False) -> CheckpointRoot:

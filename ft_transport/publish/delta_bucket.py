@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -14,14 +13,13 @@ from ft_transport.checkpoint.digested_file import DigestedFile
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.files import DirectoryFiles, files_at
 from ft_transport.checkpoint.manifest import FORMAT_VERSIONS, CheckpointManifest, FileEntry, encode_manifest
-from ft_transport.checkpoint.roots import root_at
+from ft_transport.checkpoint.roots import draw_attempt, root_at
 from ft_transport.checkpoint.settings import StoreSettings
 from ft_transport.checkpoint.stored_files import ReadRetries, read_manifest
 from ft_transport.errors import RestoreError
 from ft_transport.publish.deltas import DELTA_NAME, DIGESTS_NAME, digests_in
 from ft_transport.runtime.regular_files import make_directory
 
-_ATTEMPT_BITS: Final = 63
 _PIECE_BYTES: Final = 8 << 20
 
 
@@ -124,7 +122,7 @@ class DeltaBucket:
 
     def _push(self, number: int, path: Path) -> None:
         root, trust = self._root, self._trust
-        attempt = secrets.randbits(_ATTEMPT_BITS)
+        attempt = draw_attempt()
         root.begin(number, attempt)
         try:
             files = files_at(root.attempt(number, attempt))

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from buckets import BUCKET, Bucket, used_bucket
 from programs import run
+from served_memory import until
 from state_equality import exact
 from torch import nn
 
@@ -109,17 +110,10 @@ def test_a_failed_upload_is_reported_and_the_next_one_succeeds(bucket: Bucket, t
         assert uploaded.steps() == (1, 3)
 
 
-def _await(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
-
-
 def _await_uploads(store: CheckpointStore) -> None:
     uploader = store._background._retention._uploader
     assert uploader is not None
-    _await(lambda: not uploader.pending())
+    until(lambda: not uploader.pending())
 
 
 def test_an_upload_outlives_the_trainer(bucket: Bucket, tmp_path: Path) -> None:
@@ -135,7 +129,7 @@ if __name__ == "__main__":
     ended = run([sys.executable, "-c", program], timeout=60)
     assert (ended.returncode, ended.stdout) == (-9, "saved\n"), ended.stderr
     with CheckpointStore(_URL, settings=_SETTINGS, read_only=True) as uploaded:
-        _await(lambda: uploaded.steps() == (5,))
+        until(lambda: uploaded.steps() == (5,))
         assert exact(uploaded.load(5).state) == exact({"w": torch.full((4_000_000,), 5.0)})
 
 
