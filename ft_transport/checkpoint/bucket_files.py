@@ -11,15 +11,15 @@ no signature: the digests in the signed ``manifest.json`` cover the bytes of eve
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import os
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 import obstore
@@ -30,7 +30,9 @@ from ft_transport.checkpoint.files import BucketTimeoutError, Buffer, FileSink, 
 from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry
 from ft_transport.errors import ConfigurationError
 from ft_transport.runtime.regular_files import UnusableFileError
-from ft_transport.runtime.threads import SafeExecutor
+from ft_transport.runtime.threads import SafeExecutor, outcome_of
+
+T = TypeVar("T")
 
 PART_BYTES: Final = 4 * CHUNK_BYTES
 """Length of all parts of a file but the last. A multiple of `CHUNK_BYTES`, so that a chunk lies in one part."""
@@ -51,6 +53,8 @@ ObjectVersion: TypeAlias = dict[str, str]
 
 _MISSING: Final[Identity] = (-1, "")
 """Stands for a part that a listing lacks, in the identity of a file."""
+_user: int | None = None
+"""ID of the process that made the first request."""
 _shared_decoder: Final = msgspec.json.Decoder(dict[str, str])
 
 
@@ -70,33 +74,52 @@ def open_bucket(url: str) -> ObjectStore:
         ) from error
 
 
-@contextlib.contextmanager
-def bucket_errors(path: str) -> Iterator[None]:
-    """Convert the errors of obstore to an ``OSError``, except those of failed conditions.
+def request(path: str, call: Callable[[], T]) -> T:
+    """Call a function of obstore, and convert its errors to an ``OSError``, except those of failed conditions.
+
+    On the main thread, a signal handler may raise during the call, for example ``KeyboardInterrupt``.
 
     Raises:
         FileNotFoundError: The object does not exist.
         PermissionError: The credentials were refused.
         BucketTimeoutError: The request failed for another reason, after obstore's retries.
+        ConfigurationError: This process was forked from one that has used a bucket.
     """
-    try:
-        yield
-    except (errors.AlreadyExistsError, errors.PreconditionError):
-        raise
-    except FileNotFoundError as error:
-        raise FileNotFoundError(errno.ENOENT, _shown(error), path) from error
-    except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
-        raise PermissionError(errno.EACCES, _shown(error), path) from error
-    except errors.BaseError as error:
-        raise BucketTimeoutError(errno.ETIMEDOUT, _shown(error), path) from error
+    global _user  # noqa: PLW0603
+    process = os.getpid()
+    if _user not in (None, process):
+        # The threads of obstore do not exist in a forked child, so the call would never return.
+        raise ConfigurationError(
+            f"expected a process that was not forked from a user of buckets, got process {process}, forked from "
+            f"{_user}; start it with the method spawn or forkserver"
+        )
+    _user = process
+    outcome = outcome_of(call)
+    if not isinstance(outcome, Exception) or isinstance(outcome, (errors.AlreadyExistsError, errors.PreconditionError)):
+        return _result(outcome)
+    if isinstance(outcome, FileNotFoundError):
+        raise FileNotFoundError(errno.ENOENT, _shown(outcome), path) from outcome
+    if isinstance(outcome, (errors.PermissionDeniedError, errors.UnauthenticatedError)):
+        raise PermissionError(errno.EACCES, _shown(outcome), path) from outcome
+    if isinstance(outcome, errors.BaseError):
+        raise BucketTimeoutError(errno.ETIMEDOUT, _shown(outcome), path) from outcome
+    raise outcome
+
+
+def _result(outcome: T | Exception) -> T:
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def list_objects(store: ObjectStore, prefix: str | None = None) -> dict[str, Identity]:
     """Return all objects whose path begins with the folder ``prefix``: length and entity tag by path."""
-    with bucket_errors(prefix or ""):
-        return {
+    return request(
+        prefix or "",
+        lambda: {
             each["path"]: (each["size"], each["e_tag"] or "") for page in obstore.list(store, prefix) for each in page
-        }
+        },
+    )
 
 
 def read_object(store: ObjectStore, path: str, *, max_bytes: int) -> tuple[bytes, ObjectVersion]:
@@ -107,13 +130,28 @@ def read_object(store: ObjectStore, path: str, *, max_bytes: int) -> tuple[bytes
         UnusableFileError: The object has more than ``max_bytes``.
         OSError: The object cannot be read.
     """
-    with bucket_errors(path):
+
+    def read() -> tuple[bytes, ObjectVersion]:
         found = obstore.get(store, path)
         if found.meta["size"] > max_bytes:
             raise UnusableFileError(
                 errno.EFBIG, f"expected at most {max_bytes} bytes, got {found.meta['size']} bytes", path
             )
         return bytes(found.bytes()), version_of(found.meta)
+
+    return request(path, read)
+
+
+def put_object(store: ObjectStore, path: str, content: Any, mode: Any = "overwrite") -> ObjectVersion:
+    """Store an object by one request, and return its version.
+
+    Args:
+        store: obstore's store of the prefix.
+        path: The path.
+        content: One buffer, or several.
+        mode: The condition of the write, as for ``obstore.put``.
+    """
+    return version_of(request(path, lambda: obstore.put(store, path, content, mode=mode, use_multipart=False)))
 
 
 def version_of(described: Any) -> ObjectVersion:
@@ -180,8 +218,7 @@ class BucketFiles:
         """Store ``shared.json``, if any rank shares objects."""
         if shared:
             path = f"{self._folder}/{_SHARED_NAME}"
-            with bucket_errors(path):
-                obstore.put(self._store, path, msgspec.json.encode(shared), use_multipart=False)
+            put_object(self._store, path, msgspec.json.encode(shared))
 
     def read_shared(self) -> Mapping[str, str]:
         """Return the content of ``shared.json``; empty if it does not exist.
@@ -265,8 +302,7 @@ class _PartSink:
         return path, buffers
 
     def _put(self, path: str, buffers: Sequence[memoryview]) -> None:
-        with bucket_errors(path):
-            obstore.put(self._store, path, buffers, use_multipart=False)
+        put_object(self._store, path, buffers)
 
 
 class _PartSource:
@@ -293,8 +329,7 @@ class _PartSource:
         number, start = divmod(position, PART_BYTES)
         count = min(len(target), PART_BYTES - start)
         path = f"{self._path}.{number}"
-        with bucket_errors(path):
-            data = memoryview(obstore.get_range(self._store, path, start=start, length=count))
+        data = memoryview(request(path, lambda: obstore.get_range(self._store, path, start=start, length=count)))
         target[: len(data)] = data
         return len(data)
 
@@ -304,8 +339,7 @@ class _PartSource:
     def _length_of(self, path: str) -> int:
         if (listed := self._listed.get(path)) is not None:
             return int(listed[0])
-        with bucket_errors(path):
-            return obstore.head(self._store, path)["size"]
+        return int(request(path, lambda: obstore.head(self._store, path)["size"]))
 
 
 def _num_parts(num_bytes: int) -> int:

@@ -5,9 +5,9 @@ checkpoint. It is the only object that is ever changed, and each change is condi
 9110, section 13.1.1). So a checkpoint becomes visible in one write, a listing of the bucket that lags behind hides
 nothing, and an owner that has lost its claim, for example because it was suspended, can no longer change anything.
 
-The owner writes the object ``.owner-ID`` again and again. Another process that finds this object unchanged for
-`LEASE_S` of its own monotonic clock takes the claim over; no two clocks are compared. A process on the same host sees
-at once that the owner has exited.
+The owner writes the object ``.owner-of-steps.json-ID`` again and again. Another process that finds this object
+unchanged for `LEASE_S` of its own monotonic clock takes the claim over; no two clocks are compared. A process on the
+same host sees at once that the owner has exited.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 import obstore
@@ -31,7 +31,7 @@ from msgspec import Meta, Struct
 from obstore.exceptions import AlreadyExistsError, PreconditionError
 from obstore.store import ObjectStore
 
-from ft_transport.checkpoint.bucket_files import ObjectVersion, bucket_errors, list_objects, read_object, version_of
+from ft_transport.checkpoint.bucket_files import ObjectVersion, list_objects, put_object, read_object, request
 from ft_transport.errors import CheckpointError, CheckpointInUseError, ConfigurationError
 from ft_transport.runtime.regular_files import UnusableFileError
 from ft_transport.runtime.signal_safe import LazyThread, SafeEvent
@@ -84,6 +84,8 @@ class Index(Struct, frozen=True, kw_only=True):
 
 
 _decoder: Final = msgspec.json.Decoder(Index)
+_ended_claims: Final[set[str]] = set()
+"""IDs of the claims that this process has ended, which an index may still name if a request failed."""
 
 
 class BucketIndex:
@@ -105,7 +107,7 @@ class BucketIndex:
     @property
     def beat_path(self) -> str | None:
         """The path of the object that this process renews as the owner; ``None`` without a claim."""
-        return _beat_path(self._owner) if self._owner is not None else None
+        return self._beat_path(self._owner) if self._owner is not None else None
 
     def claim(self, owner: str, timeout_s: float) -> None:
         """Claim the root for this process.
@@ -130,7 +132,7 @@ class BucketIndex:
             # The times before and after the reads, however long the reads take: so the owner was silent for that long.
             looked_s = time.monotonic()
             beat = (other.id, self._beat_of(other)) if other is not None else None
-            if other is None or _has_exited(other) or (beat == seen and looked_s - seen_s > LEASE_S):
+            if other is None or _has_ended(other) or (beat == seen and looked_s - seen_s > LEASE_S):
                 self._beat(mine)
                 if self._swap(version, msgspec.structs.replace(index, owner=mine)):
                     break
@@ -144,19 +146,22 @@ class BucketIndex:
                     )
                 seen, seen_s = beat, time.monotonic()
             time.sleep(_LOOK_S)
-        if other is not None:
-            delete_objects(self._store, [_beat_path(other)])
         self._owner, self._ended = mine, SafeEvent()
-        LazyThread(functools.partial(_keep_beating, self._store, mine, self._ended), "ft-transport-claim").start()
+        beating = functools.partial(_keep_beating, self._store, self._beat_path(mine), self._ended)
+        LazyThread(beating, "ft-transport-claim").start()
+        if other is not None:
+            with contextlib.suppress(OSError):  # the next `BucketRoot.recover` deletes it
+                delete_objects(self._store, [self._beat_path(other)])
 
     def release(self) -> None:
-        """End the claim. If the bucket cannot be written, it ends by itself. Idempotent."""
+        """End the claim. If the bucket cannot be written, it ends by itself for other processes. Idempotent."""
         self._ended.set()
         owner = self._owner
         if owner is not None:
+            _ended_claims.add(owner.id)
             try:
                 self.change(lambda index: msgspec.structs.replace(index, owner=None))
-                delete_objects(self._store, [_beat_path(owner)])
+                delete_objects(self._store, [self._beat_path(owner)])
             except (OSError, CheckpointInUseError) as error:
                 logger.warning("%s: the claim of this process ends in %.0f s: %s", self._name, LEASE_S, error)
             self._owner = None
@@ -245,21 +250,27 @@ class BucketIndex:
 
     def _check_conditions(self) -> None:
         """Raise an error if the bucket ignores conditions, as some servers with the interface of S3 do."""
+        # Twice, because the present owner of the root may delete the object of a trial as a leftover.
+        ignored = [name for name in self._ignored_conditions() if name in self._ignored_conditions()]
+        if ignored:
+            raise ConfigurationError(
+                f"expected a bucket that supports conditional writes ({', '.join(ignored)}), {self._name} ignores the "
+                "condition; without it, two groups could damage each other's checkpoints"
+            )
+
+    def _ignored_conditions(self) -> list[str]:
         path = f".probe-{secrets.token_hex(8)}"
         old = put_object(self._store, path, b"old")
         put_object(self._store, path, b"new")
+        ignored = []
         try:
             for name, mode in (("If-None-Match", "create"), ("If-Match", old)):
-                try:
+                with contextlib.suppress(AlreadyExistsError, PreconditionError):
                     put_object(self._store, path, b"never", mode=mode)
-                except (AlreadyExistsError, PreconditionError):
-                    continue
-                raise ConfigurationError(
-                    f"expected a bucket that supports conditional writes ({name}), {self._name} ignores the condition; "
-                    "without it, two groups could damage each other's checkpoints"
-                )
+                    ignored.append(name)
         finally:
             delete_objects(self._store, [path])
+        return ignored
 
     def _refuse_without_index(self) -> None:
         """Raise an error if the prefix has checkpoints of an index that is lost, which would all be deleted."""
@@ -270,20 +281,17 @@ class BucketIndex:
                 "the index, or save to another prefix"
             )
 
+    def _beat_path(self, owner: Owner) -> str:
+        return f".owner-of-{self._path}-{owner.id}"
+
     def _beat(self, owner: Owner) -> None:
-        put_object(self._store, _beat_path(owner), secrets.token_bytes(8))
+        put_object(self._store, self._beat_path(owner), secrets.token_bytes(8))
 
     def _beat_of(self, owner: Owner) -> bytes | None:
         try:
-            return read_object(self._store, _beat_path(owner), max_bytes=1000)[0]
+            return read_object(self._store, self._beat_path(owner), max_bytes=1000)[0]
         except FileNotFoundError:
             return None
-
-
-def put_object(store: ObjectStore, path: str, encoded: bytes, mode: Any = "overwrite") -> ObjectVersion:
-    """Store a small object, and return its version. ``mode`` is the condition of the write, as for ``obstore.put``."""
-    with bucket_errors(path):
-        return version_of(obstore.put(store, path, encoded, mode=mode, use_multipart=False))
 
 
 def delete_objects(store: ObjectStore, paths: Sequence[str]) -> None:
@@ -291,26 +299,21 @@ def delete_objects(store: ObjectStore, paths: Sequence[str]) -> None:
     if not paths:
         return
     try:
-        with bucket_errors(paths[0]):
-            obstore.delete(store, list(paths))
+        request(paths[0], lambda: obstore.delete(store, list(paths)))
     except FileNotFoundError:
         # Google's and Azure's deletion ends at the first missing object.
         for path in paths:
-            with contextlib.suppress(FileNotFoundError), bucket_errors(path):
-                obstore.delete(store, path)
+            with contextlib.suppress(FileNotFoundError):
+                request(path, functools.partial(obstore.delete, store, path))
 
 
-def _keep_beating(store: ObjectStore, owner: Owner, ended: SafeEvent) -> None:
+def _keep_beating(store: ObjectStore, path: str, ended: SafeEvent) -> None:
     """Show that the owner is alive, until ``ended`` is set. A failed write is tried again at the next beat."""
     while not ended.wait(_BEAT_S):
         try:
-            put_object(store, _beat_path(owner), secrets.token_bytes(8))
+            put_object(store, path, secrets.token_bytes(8))
         except Exception as error:
             logger.warning("the claim of a bucket could not be renewed: %s", error)
-
-
-def _beat_path(owner: Owner) -> str:
-    return f".owner-{owner.id}"
 
 
 def _host() -> str:
@@ -330,8 +333,10 @@ def _start_of(process: int) -> int | None:
         return None
 
 
-def _has_exited(owner: Owner) -> bool:
-    """Return whether the owner was a process on this host that has certainly exited."""
+def _has_ended(owner: Owner) -> bool:
+    """Return whether this process has ended the claim, or another process on this host that has certainly exited."""
+    if owner.id in _ended_claims:
+        return True
     if owner.host == "" or owner.host != _host():
         return False
     try:

@@ -14,8 +14,8 @@ from pathlib import Path
 from msgspec.structs import replace
 from obstore.store import ObjectStore
 
-from ft_transport.checkpoint.bucket_files import BucketFiles, list_objects, open_bucket
-from ft_transport.checkpoint.bucket_index import BucketIndex, Index, delete_objects, put_object
+from ft_transport.checkpoint.bucket_files import BucketFiles, list_objects, open_bucket, put_object
+from ft_transport.checkpoint.bucket_index import BucketIndex, Index, delete_objects
 from ft_transport.checkpoint.files import checked_url
 from ft_transport.checkpoint.manifest import MANIFEST_NAME
 from ft_transport.runtime.regular_files import UnusableFileError
@@ -42,7 +42,7 @@ class BucketRoot:
         self.name = checked_url(url)
         self._prefix = prefix
         self._ours = re.compile(
-            rf"({prefix}-[0-9]{{1,18}}/attempt-[0-9a-f]{{16}})/.+|\.owner-[0-9a-f]{{16}}|\.probe-[0-9a-f]{{16}}"
+            rf"({prefix}-[0-9]{{1,18}}/attempt-[0-9a-f]{{16}})/.+|\.(?:owner-of-{prefix}s\.json|probe)-[0-9a-f]{{16}}"
         )
         self._store = store if store is not None else open_bucket(self.name)
         self._index = BucketIndex(self._store, self.name, f"{prefix}s.json")

@@ -64,10 +64,11 @@ class RootClaim:
             text = json.dumps({"owner": owner, "host": socket.gethostname(), "process": os.getpid()}).encode()
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, text, 0)
+            self._descriptor = descriptor
         except BaseException:
+            self._descriptor = None
             os.close(descriptor)
             raise
-        self._descriptor = descriptor
 
     def release(self) -> None:
         """Release the lock. Idempotent."""

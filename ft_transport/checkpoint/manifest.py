@@ -15,6 +15,7 @@ job that an attacker has copied and puts back.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
@@ -64,6 +65,15 @@ NOT_HERE: Final = -1
 """Position of a tensor that another rank wrote."""
 
 
+_FILE_NAME: Final = r"\A(?!\.{1,2}\Z)[A-Za-z0-9_.-]+\Z"
+_MAX_NAME_LENGTH: Final = 255
+
+
+def is_file_name(name: str) -> bool:
+    """Return whether a list of files may contain this name."""
+    return len(name) <= _MAX_NAME_LENGTH and re.search(_FILE_NAME, name) is not None
+
+
 class FileEntry(Struct, frozen=True):
     """A file in the list of files.
 
@@ -73,7 +83,7 @@ class FileEntry(Struct, frozen=True):
         digests: Digests of the file's chunks (`CHUNK_BYTES` each), in hexadecimal digits, one after the other.
     """
 
-    name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.-]+\Z", max_length=255)]
+    name: Annotated[str, Meta(pattern=_FILE_NAME, max_length=_MAX_NAME_LENGTH)]
     num_bytes: Count
     digests: Annotated[str, Meta(pattern=r"\A[0-9a-f]*\Z")]
 

@@ -15,13 +15,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Final, TypeVar
-
-import msgspec
 
 from ft_transport.checkpoint.claim import RootClaim
 from ft_transport.checkpoint.digested_file import write_small
@@ -33,7 +31,7 @@ from ft_transport.errors import (
     ConfigurationError,
     EngineRefusedError,
     EngineUnreachableError,
-    IntegrityError,
+    ManifestError,
     RestoreError,
 )
 from ft_transport.publish.delta_bucket import DeltaBucket
@@ -41,30 +39,26 @@ from ft_transport.publish.deltas import (
     DELTA_NAME,
     DIGESTS_NAME,
     SAFETENSORS,
-    check_files,
     copy_file,
+    decode_limit,
     delta_between,
     digests_in,
     digests_of,
+    encode_digests,
     headers_of,
     num_bytes_of,
-    tensors_of,
 )
 from ft_transport.publish.engines.engine import Delivery, EngineConnection, in_daemon_thread
+from ft_transport.publish.version_restore import VersionSource, delta_file, restore_version
 from ft_transport.publish.versions import weights_in
-from ft_transport.runtime.regular_files import UnusableFileError, make_read_only, read_regular
 from ft_transport.runtime.threads import at_exit
 from ft_transport.settings import check_duration, check_number
-from ft_transport.wire.delta import Delta, apply_changes, decode_delta
+from ft_transport.wire.delta import decode_delta
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-_DELTA_SURPLUS_BYTES: Final = 16 << 20
-"""Allowance for the header of a delta, added to the size of the weights, which bounds the rest of the delta."""
 _NO_LOCKS: Final = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 """Errors with which file systems without locks, such as mounted buckets, refuse a lock."""
-_PULLING_NAME: Final = ".pulling"
-"""The directory whose lock a process has while it copies versions from a bucket."""
 _THREAD_NAME: Final = "ft-transport-deltas"
 _EXIT_S: Final = 10.0
 """Seconds that an exiting process waits for running writes."""
@@ -149,7 +143,8 @@ class DeltaDirectory:
                 this directory at once, one process does the work and the others wait.
             version: Number of the version to restore. Default: the newest.
             keep: Number of newest local versions to keep. The returned version is never deleted.
-            timeout: Longest wait for other processes that restore to ``directory``.
+            timeout: Longest wait for other processes that restore to ``directory``. It does not limit the copying.
+                A request to a bucket ends after at most two minutes.
 
         Returns:
             The local directory of the version, from which ``from_pretrained`` or an engine can load it. All files are
@@ -158,49 +153,18 @@ class DeltaDirectory:
         Raises:
             RestoreError: The version, or a delta that it depends on, is missing.
             IntegrityError: A restored file differs from the file of the version.
+            CheckpointDamagedError: A file in the bucket differs from its digests.
+            CheckpointUntrustedError: The version in the bucket has no valid signature with the job token.
             CheckpointInUseError: Another process still restored to ``directory`` when ``timeout`` had passed.
             OSError: A file cannot be read or written.
         """
         keep = check_number("keep", keep, at_least=1)
         check_duration("timeout", timeout, at_least=timedelta(0))
         local = NumberedDirectory(Path(directory), "version", None, is_private=self._is_private)
-        versions = self.versions()
-        wanted = version if version is not None else max(versions, default=-1)
-        if self._is_remote:
-            claim = RootClaim(local.root / _PULLING_NAME, is_private=self._is_private)
-            claim.take("copying versions from a bucket", timeout.total_seconds())
-            try:
-                return self._good_local(local, wanted) or self._restore_remote(local, wanted, keep, timeout)
-            finally:
-                claim.release()
-        if (found := self._good_local(local, wanted)) is not None:
-            return found
-        if wanted not in versions:
-            raise RestoreError(f"expected version {wanted} in {self._directory.root}, which has {versions or 'none'}")
-        claim = RootClaim(local.root, is_private=self._is_private)
-        claim.take("restoring versions", timeout.total_seconds())
-        try:
-            local.recover()
-            return self._good_local(local, wanted) or self._restore_to(local, wanted, keep)
-        finally:
-            claim.release()
-
-    def _restore_remote(self, local: NumberedDirectory, wanted: int, keep: int, timeout: timedelta) -> Path:
-        """Copy what the version depends on from the bucket to the same disk, and restore it from there."""
-        assert self._bucket is not None, "the root is a bucket"
-        if have := [number for number in local.numbers() if number != wanted]:
-            try:
-                with self._bucket.pulled(wanted, have, local.root) as pulled:
-                    return DeltaDirectory(pulled, private=self._is_private).restore(
-                        local.root, wanted, keep=keep, timeout=timeout
-                    )
-            except (IntegrityError, RestoreError) as error:
-                # A local version may be damaged, or from another run: use an anchor.
-                logger.warning("version %d is restored again without local versions: %s", wanted, error)
-        with self._bucket.pulled(wanted, [], local.root) as pulled:
-            return DeltaDirectory(pulled, private=self._is_private).restore(
-                local.root, wanted, keep=keep, timeout=timeout
-            )
+        source: VersionSource = _Versions(self._directory)
+        if self._is_remote and self._bucket is not None:
+            source = self._bucket
+        return restore_version(source, local, version, keep=keep, timeout_s=timeout.total_seconds())
 
     # ------------------------------------------------------------------------------------------------------- writing
 
@@ -222,7 +186,7 @@ class DeltaDirectory:
             return
         try:
             self._bucket.push(self._directory)
-        except (OSError, CheckpointError) as error:
+        except (OSError, CheckpointError, RestoreError) as error:
             raise EngineUnreachableError(
                 f"the versions could not be copied to {self._bucket.url}: {error}", peer=self.url
             ) from error
@@ -232,13 +196,13 @@ class DeltaDirectory:
         """Lock the directory against other publishers, if its file system has locks."""
         claim = RootClaim(self._directory.root, is_private=self._is_private)
         try:
-            claim.take("a publisher of deltas", 0)
-        except CheckpointInUseError as error:
-            raise EngineUnreachableError(error.message, peer=self.url) from error
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-        try:
+            try:
+                claim.take("a publisher of deltas", 0)
+            except CheckpointInUseError as error:
+                raise EngineUnreachableError(error.message, peer=self.url) from error
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
             yield
         finally:
             claim.release()
@@ -257,6 +221,8 @@ class DeltaDirectory:
         self._directory.recover()
         versions = self.versions()
         digests = digests_of(delivery.directory)
+        if self._bucket is not None:
+            self._bucket.check_names(digests)
         if (there := self._directory.find(delivery.version)) is not None:
             if digests_in(there) == digests:
                 return delivery.version
@@ -279,8 +245,7 @@ class DeltaDirectory:
                     copy_file(source, path / source.name, is_private=self._is_private)
             if delta is not None:
                 write_small(path, DELTA_NAME, delta, is_private=self._is_private)
-            recorded = {name: f"{each:016x}" for name, each in sorted(digests.items())}
-            write_small(path, DIGESTS_NAME, msgspec.json.encode(recorded), is_private=self._is_private)
+            write_small(path, DIGESTS_NAME, encode_digests(digests), is_private=self._is_private)
             self._directory.commit(delivery.version)
         except BaseException:
             # Frees the space of the failed version, because the disk may be full.
@@ -296,7 +261,7 @@ class DeltaDirectory:
     def _delta_to(self, delivery: Delivery, versions: Sequence[int]) -> bytes | None:
         base = versions[-1] if versions else None
         recent = versions[max(0, len(versions) - self._anchor_every + 1) :]
-        if base is None or all(self._delta_file(each) is not None for each in recent):
+        if base is None or all(delta_file(self._directory, each) is not None for each in recent):
             return None
         directory = delivery.directory.parent / f"version-{base}"
         there = self._directory.find(base)
@@ -306,122 +271,45 @@ class DeltaDirectory:
                 return None
             if digests_of(directory) != digests_in(there):
                 return None
-            return delta_between(delivery.version, weights_in(delivery.directory), base, weights_in(directory))
-        except (FileNotFoundError, RestoreError):
+            delta = delta_between(delivery.version, weights_in(delivery.directory), base, weights_in(directory))
+            if delta is not None:
+                decode_delta(delta, max_bytes=decode_limit(num_bytes_of(directory)))
+        except (FileNotFoundError, ManifestError, RestoreError):
             return None
+        return delta
 
     def _delete_old(self) -> None:
         versions = self.versions()
-        anchors = [each for each in versions if self._delta_file(each) is None]
-        for older in versions:
+        anchors = [each for each in versions if delta_file(self._directory, each) is None]
+        # The newest first: each delta that is left has its anchor, also if this is interrupted.
+        for older in reversed(versions):
             if older < anchors[-self._keep_anchors :][0]:
                 self._directory.delete(self._directory.retire(older))
 
-    # ------------------------------------------------------------------------------------------------------ restoring
 
-    def _good_local(self, local: NumberedDirectory, wanted: int) -> Path | None:
-        """Return the local directory of a version if its files match their digests; ``None`` otherwise.
+class _Versions:
+    """The versions in a directory (`VersionSource`)."""
 
-        If the version is no longer in the delta directory, its digests are unknown, and its files count as good.
-        """
-        found = local.find(wanted)
-        if found is None or wanted not in self.versions():
-            return found
-        try:
-            check_files(found, self._digests(wanted), wanted)
-        except (IntegrityError, RestoreError) as error:
-            logger.warning("version %d in %s is damaged, so it is restored again: %s", wanted, local.root, error)
-            return None
-        return found
+    def __init__(self, directory: NumberedDirectory) -> None:
+        self._directory = directory
+        self.name = str(directory.root)
 
-    def _digests(self, version: int) -> dict[str, int]:
-        if self._is_remote and self._bucket is not None:
-            return self._bucket.digests(version)
+    def versions(self) -> list[int]:
+        return self._directory.numbers()
+
+    def digests(self, version: int) -> dict[str, int]:
         there = self._directory.find(version)
         if there is None:
-            raise RestoreError(f"expected version {version} in {self._directory.root}, but it was just deleted")
+            raise RestoreError(f"expected version {version} in {self.name}, but it was deleted")
         return digests_in(there)
 
-    def _restore_to(self, local: NumberedDirectory, wanted: int, keep: int) -> Path:
-        have = [number for number in local.numbers() if number != wanted]
-        try:
-            path = self._restore(local, wanted, have)
-        except (IntegrityError, RestoreError):
-            # The local version on which the deltas were applied may be damaged, or from another run: use an anchor.
-            if not have:
-                raise
-            path = self._restore(local, wanted, [])
-        for older in local.numbers()[:-keep]:
-            if older != wanted:
-                local.delete(local.retire(older))
-        return path
-
-    def _restore(self, local: NumberedDirectory, wanted: int, have: Sequence[int]) -> Path:
-        deltas: list[Delta] = []
-        wholes = [*map(self._directory.find, self.versions()), *map(local.find, have)]
-        most = max(num_bytes_of(each) for each in wholes if each is not None)
-        base = wanted
-        while base not in have and (file := self._delta_file(base)) is not None:
-            deltas.append(decode_delta(_read(file, most + _DELTA_SURPLUS_BYTES), max_bytes=most))
-            if deltas[-1].version != base or deltas[-1].base >= base:
-                raise RestoreError(
-                    f"expected a delta to version {base} in {file}, got one to version {deltas[-1].version}"
-                )
-            base = deltas[-1].base
-        start = local.find(base) if base in have else self._directory.find(base)
-        newest = self._directory.find(wanted)
-        if start is None or newest is None:
-            raise RestoreError(
-                f"expected all deltas up to version {wanted}, but version {base if start is None else wanted} is "
-                f"missing; {self._directory.root} has the versions {self.versions()}"
-            )
-        path = local.begin(wanted)
-        try:
-            self._make(path, start, newest, deltas)
-            check_files(path, digests_in(newest), wanted)
-            for file in path.iterdir():
-                make_read_only(file)
-            return local.commit(wanted)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                local.discard(wanted)
-            raise
-
-    def _make(self, path: Path, start: Path, newest: Path, deltas: Sequence[Delta]) -> None:
-        for source in start.iterdir():
-            if source.suffix == SAFETENSORS:
-                copy_file(source, path / source.name, is_private=self._is_private)
-        for source in newest.iterdir():
-            if source.suffix != SAFETENSORS and source.name not in (DELTA_NAME, DIGESTS_NAME):
-                copy_file(source, path / source.name, is_private=self._is_private)
-        if not deltas:
-            return
-        with tensors_of(path) as tensors:
-            for delta in reversed(deltas):
-                for change in delta.changes():
-                    tensor = tensors.get(change.tensor.name)
-                    if (
-                        tensor is None
-                        or len(tensor) != change.tensor.num_bytes
-                        or change.tensor.num_bytes % change.tensor.item_bytes
-                    ):
-                        raise RestoreError(
-                            f"expected a tensor of {change.tensor.num_bytes} bytes in version {delta.base}",
-                            path=change.tensor.name,
-                        )
-                    apply_changes(change, tensor)
-
-    def _delta_file(self, version: int) -> Path | None:
-        directory = self._directory.find(version)
-        file = directory / DELTA_NAME if directory is not None else None
-        return file if file is not None and file.exists() else None
-
-
-def _read(file: Path, max_bytes: int) -> bytes:
-    try:
-        return read_regular(file, max_bytes=max_bytes)
-    except UnusableFileError as error:
-        raise RestoreError(f"expected a delta at {file}: {error}") from error
+    def opened(
+        self,
+        wanted: int,  # noqa: ARG002 # of the protocol
+        have: Collection[int],  # noqa: ARG002
+        parent: Path,  # noqa: ARG002
+    ) -> AbstractContextManager[NumberedDirectory]:
+        return contextlib.nullcontext(self._directory)
 
 
 @at_exit

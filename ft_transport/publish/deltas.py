@@ -36,6 +36,10 @@ DELTA_NAME: Final = ".delta"
 DIGESTS_NAME: Final = ".digests.json"
 """Names that no file of a user can have, because the names of a version's files must not begin with a dot."""
 SAFETENSORS: Final = ".safetensors"
+MAX_DIGESTS_BYTES: Final = 64 << 20
+"""Longest record of a version's digests."""
+_DELTA_SURPLUS_BYTES: Final = 16 << 20
+"""Allowance for the header of a delta, added to the size of the weights, which bounds the rest of the delta."""
 _MAX_HEADER_BYTES: Final = 100 << 20
 """Longest header that the safetensors library accepts."""
 _READ_BYTES: Final = 4 << 20
@@ -176,10 +180,27 @@ def digests_in(directory: Path) -> dict[str, int]:
     """
     file = directory / DIGESTS_NAME
     try:
-        recorded = _digests_decoder.decode(read_regular(file, max_bytes=64 << 20))
-        return {name: int(each, 16) for name, each in recorded.items()}
-    except (FileNotFoundError, UnusableFileError, ValueError, *DECODE_ERRORS) as error:
+        encoded = read_regular(file, max_bytes=MAX_DIGESTS_BYTES)
+    except (FileNotFoundError, UnusableFileError) as error:
         raise RestoreError(f"expected a readable record of digests in {file}: {error}") from error
+    return decode_digests(encoded, str(file))
+
+
+def encode_digests(digests: Mapping[str, int]) -> bytes:
+    """Encode the digests of a version's files, by name."""
+    return msgspec.json.encode({name: f"{each:016x}" for name, each in sorted(digests.items())})
+
+
+def decode_digests(encoded: bytes, where: str) -> dict[str, int]:
+    """Decode the result of `encode_digests`.
+
+    Raises:
+        RestoreError: The record is invalid; ``where`` is its path.
+    """
+    try:
+        return {name: int(each, 16) for name, each in _digests_decoder.decode(encoded).items()}
+    except (ValueError, *DECODE_ERRORS) as error:
+        raise RestoreError(f"expected a readable record of digests in {where}: {error}") from error
 
 
 def check_files(path: Path, expected: Mapping[str, int], version: int) -> None:
@@ -220,6 +241,11 @@ def headers_of(directory: Path) -> dict[str, bytes]:
             length = int.from_bytes(opened.read(8), "little")
             headers[file.name] = opened.read(min(length, _MAX_HEADER_BYTES))
     return headers
+
+
+def decode_limit(num_bytes: int) -> int:
+    """Return how much memory a delta may take, in bytes, for weights of ``num_bytes``."""
+    return num_bytes + _DELTA_SURPLUS_BYTES
 
 
 def num_bytes_of(directory: Path) -> int:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -10,6 +16,7 @@ from pathlib import Path
 import buckets
 import pytest
 from buckets import BUCKET, Bucket, used_bucket
+from programs import Program
 from safetensors.torch import load_file
 from trained_weights import Weights, first_weights, num_bytes, same_bits, stepped
 
@@ -34,10 +41,10 @@ def bucket(obstore_ready: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Buc
         yield served
 
 
-def publish(tmp_path: Path, versions: range, weights: Weights | None = None) -> dict[int, Weights]:
+def publish(tmp_path: Path, versions: range, weights: Weights | None = None, url: str = _URL) -> dict[int, Weights]:
     published: dict[int, Weights] = {}
     weights = weights if weights is not None else first_weights()
-    deltas = DeltaDirectory(tmp_path / "deltas", anchor_every=4, bucket=_URL)
+    deltas = DeltaDirectory(tmp_path / "deltas", anchor_every=4, bucket=url)
     with Publisher([deltas], tmp_path / "versions") as publisher:
         for version in versions:
             weights = published[version] = stepped(weights, version)
@@ -116,7 +123,7 @@ def test_a_damaged_object_is_named_and_nothing_is_restored(bucket: Bucket, tmp_p
     client.close()
     with pytest.raises(CheckpointDamagedError, match=r"model\.safetensors"):
         DeltaDirectory(_URL).restore(tmp_path / "engine")
-    assert [each.name for each in (tmp_path / "engine").iterdir()] == [".pulling"]  # the lock
+    assert [each.name for each in (tmp_path / "engine").iterdir()] == [".owner"]  # the lock
     with pytest.raises(RestoreError, match="version 7"):
         DeltaDirectory(_URL).restore(tmp_path / "engine", 7)
 
@@ -124,17 +131,102 @@ def test_a_damaged_object_is_named_and_nothing_is_restored(bucket: Bucket, tmp_p
 def test_with_a_job_token_only_signed_versions_are_restored(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unsigned = publish(tmp_path, range(1, 2))
+    (weights,) = publish(tmp_path, range(1, 2)).values()
     monkeypatch.setenv(TOKEN_VARIABLE, "a-token-that-is-long-enough-to-be-one")
     with pytest.raises(CheckpointUntrustedError):
         DeltaDirectory(_URL).restore(tmp_path / "engine")
-    (weights,) = publish(tmp_path, range(2, 3), unsigned[1]).values()
-    with pytest.raises(CheckpointUntrustedError):
-        DeltaDirectory(_URL).restore(tmp_path / "engine")  # version 2 is a delta to the unsigned version 1
-    for version in range(3, 6):
-        weights = stepped(weights, version)
-        publish(tmp_path, range(version, version + 1), weights)
-    assert DeltaDirectory(_URL).restore(tmp_path / "engine").name == "version-5"
+    with pytest.raises(PublishError, match="use another prefix"):
+        publish(tmp_path, range(2, 3), weights)
+    (weights,) = publish(tmp_path, range(3, 4), weights, url=f"{_URL}/signed").values()
+    assert same_bits(loaded(DeltaDirectory(f"{_URL}/signed").restore(tmp_path / "engine")), weights)
+
+
+class TestOtherPublishers:
+    def test_a_publisher_that_lost_its_disk_goes_on_with_higher_numbers_only(
+        self, bucket: Bucket, tmp_path: Path
+    ) -> None:
+        published = publish(tmp_path / "lost", range(1, 5))
+        with pytest.raises(PublishError, match="got version 2 of another run; use another prefix"):
+            publish(tmp_path / "lower", range(2, 3), published[4])
+        remote = DeltaDirectory(_URL)
+        assert remote.versions() == [1, 2, 3, 4]
+        assert same_bits(loaded(remote.restore(tmp_path / "engine", 4)), published[4])
+        (weights,) = publish(tmp_path / "higher", range(5, 6), published[4]).values()
+        assert remote.versions() == [5]
+        assert same_bits(loaded(remote.restore(tmp_path / "engine")), weights)
+
+    def test_a_publisher_whose_prefix_another_one_has_taken_is_refused(self, bucket: Bucket, tmp_path: Path) -> None:
+        first = DeltaDirectory(tmp_path / "first", bucket=_URL)
+        with Publisher([first], tmp_path / "versions") as publisher:
+            publisher.publish(1, first_weights()).result(SOON)
+            (weights,) = publish(tmp_path / "second", range(10, 11)).values()
+            with pytest.raises(PublishError, match="got version 10 of another run"):
+                publisher.publish(2, stepped(first_weights(), 2)).result(SOON)
+        assert same_bits(loaded(DeltaDirectory(_URL).restore(tmp_path / "engine")), weights)
+
+
+def test_a_name_that_a_bucket_cannot_have_is_refused_before_it_is_written(bucket: Bucket, tmp_path: Path) -> None:
+    deltas = DeltaDirectory(tmp_path / "deltas", bucket=_URL)
+    with (
+        Publisher([deltas], tmp_path / "versions") as publisher,
+        pytest.raises(PublishError, match=r"'chat template\.jinja'"),
+    ):
+        publisher.publish(1, first_weights(), files={"chat template.jinja": b"x"}).result(SOON)
+    assert deltas.versions() == []
+
+
+def test_a_claim_whose_end_failed_does_not_keep_its_own_process_out(bucket: Bucket, tmp_path: Path) -> None:
+    requests = iter(range(1000))
+
+    def fault(method: str, path: str) -> str | None:
+        # The claim, the commit, and the end of the claim.
+        return "denied" if method == "PUT" and path.endswith("versions.json") and next(requests) == 2 else None
+
+    deltas = DeltaDirectory(tmp_path / "deltas", bucket=_URL)
+    weights = first_weights()
+    with Publisher([deltas], tmp_path / "versions", engine_timeout=timedelta(seconds=10)) as publisher:
+        bucket.fault = fault
+        for version in (1, 2):
+            weights = stepped(weights, version)
+            publisher.publish(version, weights).result(SOON)
+    assert DeltaDirectory(_URL).versions() == [1, 2]
+
+
+def test_copies_that_a_killed_process_left_are_deleted(bucket: Bucket, tmp_path: Path) -> None:
+    publish(tmp_path, range(1, 2))
+    (tmp_path / "engine" / ".pulled-of-another").mkdir(parents=True)
+    DeltaDirectory(_URL).restore(tmp_path / "engine")
+    assert sorted(each.name for each in (tmp_path / "engine").iterdir()) == [".owner", "version-1"]
+
+
+def test_a_forked_child_gets_an_error_instead_of_waiting_for_ever(bucket: Bucket) -> None:
+    remote = DeltaDirectory(_URL)
+    assert remote.versions() == []
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            try:
+                remote.versions()
+            except ConfigurationError as error:
+                os.write(writing, str(error).encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as said:
+        assert b"spawn" in said.read()
+    os.waitpid(child, 0)
+
+
+def test_ctrl_c_ends_a_wait_for_a_bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        environment = {**os.environ, **Bucket(silent.getsockname()[1]).environment()}
+        script = f"from ft_transport import DeltaDirectory; DeltaDirectory({_URL!r}).restore({str(tmp_path)!r})"
+        program = Program([sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE, text=True)
+        connection, _ = silent.accept()
+        program.send_signal(signal.SIGINT)
+        _, said = program.communicate(timeout=10)
+        connection.close()
+    assert said.splitlines()[-1] == "KeyboardInterrupt"
 
 
 def test_a_bucket_is_published_to_through_a_directory(bucket: Bucket, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from ft_transport import (
     RestoreError,
     WeightFormat,
 )
+from ft_transport.publish.delta_directory import _Versions
 
 SOON = timedelta(seconds=30)
 
@@ -132,7 +133,7 @@ def test_a_damaged_local_version_is_made_anew_from_the_anchor(tmp_path: Path) ->
 def test_a_lost_delta_is_noticed(tmp_path: Path) -> None:
     publish(tmp_path, range(1, 5))
     shutil.rmtree(tmp_path / "bucket" / "version-3")
-    with pytest.raises(RestoreError, match=r"version 4, but version 3 is missing; .* has the versions \[1, 2, 4\]"):
+    with pytest.raises(RestoreError, match=r"version 4, but version 3 is missing; .* has \[1, 2, 4\]"):
         DeltaDirectory(tmp_path / "bucket").restore(tmp_path / "local")
     assert not list((tmp_path / "local").glob("version-*"))
 
@@ -185,6 +186,60 @@ def test_a_version_that_is_not_there_is_named(tmp_path: Path) -> None:
         deltas.restore(tmp_path / "local", 7)
     with pytest.raises(RestoreError, match=r"which has none"):
         DeltaDirectory(tmp_path / "empty").restore(tmp_path / "local")
+
+
+def test_many_small_tensors_are_restored_from_a_delta(tmp_path: Path) -> None:
+    weights = {f"bias.{at}": torch.randn(256) for at in range(200)}
+    with publishing(tmp_path) as (publisher, deltas):
+        for version in (1, 2):
+            weights = {name: tensor.index_fill(0, torch.tensor(version), 7.0) for name, tensor in weights.items()}
+            publisher.publish(version, weights).result(SOON)
+    assert (tmp_path / "bucket" / "version-2" / ".delta").exists()
+    assert all(
+        torch.equal(tensor, weights[name]) for name, tensor in loaded(deltas.restore(tmp_path / "local")).items()
+    )
+
+
+def test_a_local_version_of_a_smaller_model_is_passed_over(tmp_path: Path) -> None:
+    with Publisher([DeltaDirectory(tmp_path / "small")], tmp_path / "of another") as publisher:
+        publisher.publish(1, {"x": torch.zeros(3)}).result(SOON)
+    DeltaDirectory(tmp_path / "small").restore(tmp_path / "local")
+    published = publish(tmp_path, range(2, 4))
+    assert same_bits(loaded(DeltaDirectory(tmp_path / "bucket").restore(tmp_path / "local")), published[3])
+
+
+def test_a_version_that_only_the_local_disk_has_is_not_trusted(tmp_path: Path) -> None:
+    publish(tmp_path, range(1, 3))
+    DeltaDirectory(tmp_path / "bucket").restore(tmp_path / "local", 1)
+    shutil.rmtree(tmp_path / "bucket" / "version-1")
+    with pytest.raises(RestoreError, match=r"expected version 1 in .*, which has \[2\]"):
+        DeltaDirectory(tmp_path / "bucket").restore(tmp_path / "local", 1)
+
+
+class TestDeletedMeanwhile:
+    """The publisher deletes the version that is being restored."""
+
+    @pytest.fixture
+    def published(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, Weights]:
+        published = publish(tmp_path, range(1, 2))
+        digests = _Versions.digests
+
+        def publish_and_delete(source: _Versions, version: int) -> dict[str, int]:
+            if version == 1:
+                published.update(publish(tmp_path, range(2, 14), weights=published[1]))
+            return digests(source, version)
+
+        monkeypatch.setattr(_Versions, "digests", publish_and_delete)
+        return published
+
+    def test_the_newest_is_restored(self, tmp_path: Path, published: dict[int, Weights]) -> None:
+        restored = DeltaDirectory(tmp_path / "bucket").restore(tmp_path / "local")
+        assert restored.name == "version-13"
+        assert same_bits(loaded(restored), published[13])
+
+    def test_a_version_by_number_is_reported_as_deleted(self, tmp_path: Path, published: dict[int, Weights]) -> None:
+        with pytest.raises(RestoreError, match=r"expected version 1 in .*, but it was deleted while it was restored"):
+            DeltaDirectory(tmp_path / "bucket").restore(tmp_path / "local", 1)
 
 
 NOW = timedelta(0)

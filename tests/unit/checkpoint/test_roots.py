@@ -14,7 +14,7 @@ import pytest
 from obstore.exceptions import PreconditionError
 from obstore.store import MemoryStore
 
-from ft_transport.checkpoint import bucket_index
+from ft_transport.checkpoint import bucket_files, bucket_index
 from ft_transport.checkpoint.bucket_files import BucketFiles, list_objects
 from ft_transport.checkpoint.bucket_index import BucketIndex
 from ft_transport.checkpoint.bucket_root import BucketRoot
@@ -313,7 +313,7 @@ def test_a_commit_that_arrives_late_does_not_take_effect_after_its_attempt_was_d
     late = obstore.head(store, "steps.json")
     root.discard(5)
     with pytest.raises(PreconditionError):
-        obstore.put(store, "steps.json", b"{}", mode=bucket_index.version_of(late))
+        obstore.put(store, "steps.json", b"{}", mode=bucket_files.version_of(late))
     root.release()
 
 
