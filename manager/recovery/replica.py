@@ -294,12 +294,13 @@ class Replica:
             if self.checkpoints is not None:
                 # The store may still be saving a snapshot of the transport, and closes first.
                 closing.callback(self.checkpoints.store.close)
+            if self.snapshots is not None:
+                closing.callback(self.snapshots.close)
             if self.keeping is not None:
+                # First: what copies the state ends with `snapshots`, and the last kept snapshot may still need it.
                 closing.callback(self.keeping.close, is_over=is_over)
             if self.preemption is not None:
                 closing.callback(self.preemption.close)
-            if self.snapshots is not None:
-                closing.callback(self.snapshots.close)
 
     def _note_alone(self, recoveries: Sequence[Recovery], error: TransportError) -> None:
         """Mark this rank's state as partial if this rank has recovered and another rank has not."""

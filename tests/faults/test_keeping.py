@@ -357,3 +357,13 @@ def test_a_snapshot_that_fails_leaves_the_one_before(kept: Kept) -> None:
     trainer.send("optimizer.step(); manager.start_step(4); optimizer.step(); time.sleep(30)")
     trainer.close()
     assert kept.start().ask("resume()") == (2, 2, HERE, digest)
+
+
+def test_a_shutdown_completes_the_snapshot_of_the_last_boundary(kept: Kept) -> None:
+    trainer = kept.start(1000)
+    trainer.ask("train(2)")
+    trainer.run("optimizer.step(); manager.start_step(3)")
+    trainer.run("manager._replica.close(wait=True, is_over=False)")  # a shutdown during an exception
+    assert "failed" not in trainer.ask("log.getvalue()")
+    trainer.kill()
+    assert kept.start(1000).ask("resume()")[0] == 3
