@@ -63,7 +63,7 @@ def outcomes_of(cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
     [
         pytest.param("new", 2, _SAVING | {"rename"}, marks=pytest.mark.long),
         ("new, deleting the old", 2, _SAVING | _DELETING),
-        ("replacing", 1, _SAVING | {"exchange"} | _DELETING),
+        pytest.param("replacing", 1, _SAVING | {"exchange"} | _DELETING, marks=pytest.mark.long),
         pytest.param("replacing without exchange", 1, _SAVING | _DELETING, marks=pytest.mark.long),
     ],
 )

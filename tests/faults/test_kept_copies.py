@@ -85,7 +85,12 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 
 @pytest.mark.parametrize(
     ("layout", "lost"),
-    [("fsdp", "a"), pytest.param("fsdp", "b", marks=pytest.mark.slow), ("hsdp", "b"), ("ddp", "a")],
+    [
+        ("fsdp", "a"),
+        pytest.param("fsdp", "b", marks=pytest.mark.long),
+        ("hsdp", "b"),
+        pytest.param("ddp", "a", marks=pytest.mark.long),
+    ],
 )
 def test_ranks_resume_exactly_after_the_loss_of_a_host(hosts: Hosts, lost: str, layout: str) -> None:
     hosts.run(TWO_HOSTS, hosts.have_copied, KEEPING_LAYOUT=layout)
@@ -101,7 +106,7 @@ def test_ranks_resume_exactly_after_the_loss_of_a_host(hosts: Hosts, lost: str, 
 @pytest.mark.parametrize(
     ("lost", "after"),
     [
-        pytest.param(None, ("a", "a"), id="2 ranks", marks=pytest.mark.slow),
+        pytest.param(None, ("a", "a"), id="2 ranks", marks=pytest.mark.long),
         pytest.param("b", ("a", "c", "c"), id="3 ranks"),
     ],
 )
@@ -115,7 +120,7 @@ def test_another_number_of_ranks_resumes_exactly(hosts: Hosts, after: Sequence[s
     assert set(hosts.sources()) == {"the keepers of 4 ranks"}
 
 
-@pytest.mark.parametrize("lost", [pytest.param("a", marks=pytest.mark.slow), "c"])
+@pytest.mark.parametrize("lost", [pytest.param("a", marks=pytest.mark.long), "c"])
 def test_ranks_that_come_back_on_other_hosts_resume_exactly(hosts: Hosts, lost: str) -> None:
     hosts.run("abcd", hosts.have_copied)
     hosts.job.lose(lost)
@@ -125,6 +130,7 @@ def test_ranks_that_come_back_on_other_hosts_resume_exactly(hosts: Hosts, lost: 
     hosts.job.check()
 
 
+@pytest.mark.long
 def test_another_mesh_of_as_many_ranks_resumes_exactly(hosts: Hosts) -> None:
     hosts.run(TWO_HOSTS, hosts.are_held_after_copies, KEEPING_IS_WHOLE="1", KEEPING_LAYOUT="hsdp")
     before = {words[0]: words[1] for words in hosts.job.notes(0) if words[0].isdigit()}

@@ -40,7 +40,7 @@ print("trained", replica.current_step())
 """
 
 
-@pytest.mark.parametrize("is_loaded_before", [False, True])
+@pytest.mark.parametrize("is_loaded_before", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_program_with_a_manager_of_its_own_trains_through_the_second_door(
     tmp_path: Path, is_loaded_before: bool
 ) -> None:

@@ -52,10 +52,9 @@ def crashed(root: Path, steps: list[int], save_every: int = 2, **more: Any) -> d
 @pytest.mark.parametrize(
     "more",
     [
-        {},
         {"gradient_accumulation_steps": 2},  # the last step of an epoch has one batch
-        {"train_sampling_strategy": "group_by_length"},  # draws the order from the global generator
-        {"max_steps": 17, "lr_scheduler_type": "cosine"},
+        # It draws the order from the global generator.
+        {"train_sampling_strategy": "group_by_length", "max_steps": 17, "lr_scheduler_type": "cosine"},
     ],
     ids=str,
 )

@@ -22,7 +22,8 @@ import aiohttp
 import boto3
 import pytest
 from aiohttp import web
-from moto.server import ThreadedMotoServer
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from werkzeug.serving import make_server
 
 from ft_transport.checkpoint.bucket_files import list_objects, open_bucket
 
@@ -98,14 +99,17 @@ class Bucket:
 def served_bucket() -> Iterator[Bucket]:
     """Serve an empty bucket, until the block ends."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
+    application = DomainDispatcherApplication(create_backend_app)
+    server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=MotoRequestHandler)
+    # moto's own class looks for the end every half second.
+    serving = threading.Thread(target=server.serve_forever, args=(0.01,), name="moto", daemon=True)
+    serving.start()
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="proxy of a bucket")
     thread.start()
     stack = ExitStack()
     try:
-        upstream = "http://{}:{}".format(*server.get_host_and_port())
+        upstream = f"http://127.0.0.1:{server.server_port}"
         stack.callback(_forget, upstream)
         bucket = Bucket(0)
         runner = asyncio.run_coroutine_threadsafe(_start(bucket, upstream), loop).result(30)
@@ -118,18 +122,19 @@ def served_bucket() -> Iterator[Bucket]:
             asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
     finally:
         open_bucket.cache_clear()  # with the library's connections
-        gc.collect()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
         stack.close()
-        server.stop()
+        gc.collect()
+        server.shutdown()
+        serving.join()
+        server.server_close()
 
 
 def _forget(upstream: str) -> None:
     """Delete all objects, which moto would keep for as long as the process runs."""
     urllib.request.urlopen(f"{upstream}/moto-api/reset", data=b"", timeout=30).close()
-    gc.collect()
 
 
 @contextmanager

@@ -1,0 +1,189 @@
+"""Adapter for Lightning: ``Trainer.fit`` resumes at the next batch, from host memory or from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+from ft_transport.errors import ConfigurationError
+from manager.state.data_order import RandomState
+from manager.state_manager import StateManager
+
+_CKPT_PATH: Final = "the-state-of-the-manager"
+_UNNEEDED: Final = ("hparams_name", "hyper_parameters", "hparams_type", "datamodule_hyper_parameters")
+"""Parts of Lightning's checkpoints for the construction of a model. They may contain any objects."""
+
+
+class FaultTolerance(Callback):
+    """Keeps, saves and resumes the state of a ``Trainer`` by a manager; the loop and the data are Lightning's.
+
+    In a script::
+
+        fault_tolerance = FaultTolerance(manager)
+        trainer = Trainer(callbacks=[fault_tolerance], plugins=[fault_tolerance.checkpoint_io])
+        trainer.fit(model, loader, ckpt_path=fault_tolerance.resume())
+
+    The state is what Lightning saves (model, optimizers, schedulers, loops, callbacks), and the random generators. A
+    step begins after each step of the optimizer. Use it on the training thread.
+
+    Args:
+        manager: A manager without a quorum, with a ``checkpoint_store``, ``keep_every`` or both. It is shut down when
+            ``fit`` has ended. For several ranks, create it after ``torch.distributed`` was initialised.
+
+    Attributes:
+        checkpoint_io: A plugin for ``Trainer``. It writes and reads other checkpoints as ``TorchCheckpointIO`` does.
+    """
+
+    def __init__(self, manager: StateManager) -> None:
+        self.manager = manager
+        self._trainer: Trainer | None = None
+        self._content = _Content(self)
+        self._draws = _Draws()
+        self._is_resumed = False
+        self._begun_epoch: int | None = None
+        self.checkpoint_io = _CheckpointIO(self._content)
+        manager.register("lightning", self._content)
+        manager.register("draws", self._draws, scope="local")
+
+    def resume(self) -> str | None:
+        """Load the newest state of the manager. Return the ``ckpt_path`` for ``fit``; ``None`` at the first start.
+
+        Raises:
+            ManagerError: The manager has neither a store nor ``keep_every``.
+            TransportError: As for ``manager.resume``.
+        """
+        self._is_resumed = self.manager.resume() is not None
+        return _CKPT_PATH if self._is_resumed else None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+        """Refuse a strategy with which Lightning does not read checkpoints by ``checkpoint_io``."""
+        strategy = trainer.strategy
+        if (
+            type(strategy) not in (DDPStrategy, SingleDeviceStrategy)
+            or strategy.checkpoint_io is not self.checkpoint_io
+        ):
+            raise ConfigurationError(
+                "expected one device or DDP, and the plugin checkpoint_io, got "
+                f"{type(strategy).__name__} with {type(strategy.checkpoint_io).__name__}"
+            )
+        self._trainer = trainer
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Attach the optimizers. In a resumed run, draw the batches of the epoch that were already trained."""
+        self.manager.attach(*trainer.optimizers)
+        if self._is_resumed:
+            self._content.end_load()
+            self._skip(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Note the random generators."""
+        if trainer.current_epoch != self._begun_epoch:
+            self._draws.begin_epoch()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin a step with the manager, if the optimizer has stepped."""
+        del pl_module, outputs, batch, batch_idx
+        # From a state at this place after the last batch, Lightning 2.6 would skip the next epoch.
+        if not trainer.is_last_batch:
+            self._begin_step(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Begin the step that follows the last batch of an epoch."""
+        self._begin_step(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Shut the manager down: the training is over."""
+        self.manager.shutdown()
+
+    def dump(self) -> dict[str, Any]:
+        """Return the content of a checkpoint of Lightning, with live tensors."""
+        if self._trainer is None:
+            return {}
+        content = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        return {name: each for name, each in content.items() if name not in _UNNEEDED}
+
+    def _begin_step(self, trainer: Trainer) -> None:
+        if trainer.global_step != self.manager.current_step():
+            self.manager.start_step(trainer.global_step)
+
+    def _skip(self, trainer: Trainer) -> None:
+        """Set the generators and the data to where the loaded state was taken."""
+        loop = trainer.fit_loop
+        num_batches, fetcher = loop.epoch_loop.batch_progress.current.ready, loop._data_fetcher
+        is_mid_epoch = bool(num_batches) and loop.restarted_mid_epoch
+        self._draws.set_generators("epoch_start" if is_mid_epoch else "now")
+        self._draws.begin_epoch()
+        self._begun_epoch = trainer.current_epoch
+        if fetcher is not None and trainer.current_epoch > 0:
+            # From the second epoch on, Lightning creates the iterator here, except in a resumed run.
+            iter(fetcher)
+        if fetcher is not None and is_mid_epoch:
+            for _ in range(num_batches):
+                next(fetcher)
+            fetcher.fetched -= num_batches  # which Lightning adds in a restarted epoch
+            self._draws.set_generators("now")
+        self._draws.end_load()
+
+
+class _Content:
+    """The content of a checkpoint of Lightning, as registered state."""
+
+    def __init__(self, owner: FaultTolerance) -> None:
+        self._owner = owner
+        self.loaded: Mapping[str, Any] | None = None
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self.loaded if self.loaded is not None else self._owner.dump()
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self.loaded = saved
+
+    def end_load(self) -> None:
+        self.loaded = None
+
+
+class _Draws:
+    """The random generators of a rank now, and at the beginning of the epoch, before its first batch was drawn."""
+
+    def __init__(self) -> None:
+        self._generators = RandomState()
+        self._epoch_start: Mapping[str, Any] = {}
+        self._loaded: Mapping[str, Any] | None = None
+
+    def state_dict(self) -> Mapping[str, Any]:
+        if self._loaded is not None:
+            return self._loaded
+        return {"now": self._generators.state_dict(), "epoch_start": self._epoch_start}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self._loaded = saved
+
+    def begin_epoch(self) -> None:
+        self._epoch_start = self._generators.state_dict()
+
+    def set_generators(self, name: str) -> None:
+        if self._loaded is not None and self._loaded[name]:
+            self._generators.load_state_dict(self._loaded[name])
+
+    def end_load(self) -> None:
+        self._loaded = None
+
+
+class _CheckpointIO(TorchCheckpointIO):
+    """Reads the state that the manager has loaded. Other checkpoints are files."""
+
+    def __init__(self, content: _Content) -> None:
+        super().__init__()
+        self._content = content
+
+    def load_checkpoint(self, path: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Return the loaded state, or read a file."""
+        if path == _CKPT_PATH:
+            return dict(self._content.loaded or {})
+        return super().load_checkpoint(path, *arguments, **keywords)
