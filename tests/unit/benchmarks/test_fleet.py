@@ -49,6 +49,7 @@ class TestNetwork:
             assert not Path("/run/netns", left_behind).exists()
 
 
+@pytest.mark.long
 class TestTransfer:
     def test_receivers_share_the_link_of_their_source(self, fork_server: None) -> None:
         state = FleetState("whole", 8 * MIB)

@@ -70,7 +70,7 @@ class TestJudge:
         assert [verdict.met for verdict in verdicts] == [None] * 3
 
 
-@pytest.mark.slow  # torch is imported twice
+@pytest.mark.long
 @pytest.mark.usefixtures("fork_server")
 def test_measures_all_three_beside_each_other(capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torchft")
