@@ -121,8 +121,10 @@ class ManagerConfig:
             ``timeout``: a healing replica may wait that long for a state. ``TORCHFT_QUORUM_TIMEOUT_SEC`` overrides it.
         connect_timeout: Deadline to reach the Lighthouse, the replica's store or the members of a process group.
             ``TORCHFT_CONNECT_TIMEOUT_SEC`` overrides it.
-        rank: Rank of this process within the replica. Default: ``RANK``, or 0.
-        world_size: Number of ranks of the replica. Default: ``WORLD_SIZE``, or 1.
+        rank: Rank of this process within the replica. Default: ``RANK``, or 0; that of ``torch.distributed`` if its
+            default group is smaller than ``WORLD_SIZE``.
+        world_size: Number of ranks of the replica. Default: ``WORLD_SIZE``, or 1; that of ``torch.distributed`` if it
+            is smaller.
         world_size_mode: Which replicas of the quorum contribute gradients.
         store_addr: Host of the replica's store. Default: ``MASTER_ADDR``. Without a host, a replica of one rank starts
             a store.
@@ -201,14 +203,24 @@ class ManagerConfig:
         given.setdefault("connect_timeout", min(_DEFAULT_CONNECT_TIMEOUT, given["quorum_timeout"] * _CONNECT_SHARE))
         return cls(timeout=timeout, **given)
 
-    def with_environment(self, environment: Mapping[str, str] = os.environ) -> "ManagerConfig":
+    def with_environment(
+        self, environment: Mapping[str, str] = os.environ, group: tuple[int, int] | None = None
+    ) -> "ManagerConfig":
         """Return this config with missing values filled in from the environment.
 
         Timeouts and retries in the environment override those of this config.
 
+        Args:
+            environment: The environment.
+            group: Rank and size of the default group of ``torch.distributed``, if it is initialised. If it is smaller
+                than ``WORLD_SIZE``, the launcher counts the ranks of all replicas, as Ray Train does. Then the group's
+                rank and size replace ``RANK`` and ``WORLD_SIZE``.
+
         Raises:
             ConfigurationError: A variable for a number contains none, or the resulting settings contradict each other.
         """
+        if group is not None and "WORLD_SIZE" in environment and group[1] < _number_from(environment, "WORLD_SIZE"):
+            environment = {**environment, "RANK": str(group[0]), "WORLD_SIZE": str(group[1])}
         changes: dict[str, Any] = {}
         for name, variable in (
             ("timeout", "TORCHFT_TIMEOUT_SEC"),

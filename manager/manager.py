@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ReduceOp
 from torch.optim import Optimizer
@@ -129,7 +130,8 @@ class Manager(StateManager):
         if config is None:
             config = ManagerConfig.from_keywords(cast("TorchftKeywords", given), timeout=timeout)
         if wants_quorum:
-            config = config.with_environment()
+            group = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+            config = config.with_environment(group=group)
             if checkpoint_transport is None:
                 # Monitors and the logs of other replicas show this name.
                 named = ft_transport.TransportSettings(replica=config.replica_id) if config.replica_id else None

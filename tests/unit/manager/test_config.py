@@ -159,3 +159,13 @@ def test_positional_arguments_follow_torchfts_order() -> None:
 def test_torchfts_own_enumeration_is_understood() -> None:
     upstream = pytest.importorskip("torchft.manager", exc_type=ImportError).WorldSizeMode
     assert ManagerConfig(world_size_mode=upstream.FIXED_WITH_SPARES).world_size_mode is WorldSizeMode.FIXED_WITH_SPARES
+
+
+def test_ranks_of_all_replicas_are_not_taken_for_those_of_this_one() -> None:
+    """Ray Train counts the ranks of all replicas, and makes a group of ``torch.distributed`` for each replica."""
+    environment = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for group, expected in ((None, (3, 4)), ((3, 4), (3, 4)), ((1, 2), (1, 2)), ((0, 1), (0, 1))):
+        config = ManagerConfig().with_environment(environment, group)
+        assert (config.rank, config.world_size) == expected
+    config = ManagerConfig(rank=2, world_size=3).with_environment(environment, (0, 1))
+    assert (config.rank, config.world_size) == (2, 3)
