@@ -7,122 +7,50 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from accelerate import Accelerator
-from torch import nn
-from torch.utils.data import DataLoader
+from heavy_imports import import_frozen
 
-from ft_transport import CheckpointStore, ConfigurationError, state_digest
-from manager import Manager, StateManager
-from manager.integrations.accelerate import FaultTolerantLoop
-
-NUM_SAMPLES, NUM_EPOCHS = 26, 3
+from ft_transport import CheckpointStore, ConfigurationError
+from manager import Manager
 
 
-class CrashError(Exception):
-    pass
-
-
-class Samples(torch.utils.data.Dataset[torch.Tensor]):
-    """Samples with noise from the global generator, as of an augmentation."""
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((8,), float(index)) / NUM_SAMPLES + 0.1 * torch.randn(8)
-
-
-class Average:
-    """An object of ``register_for_checkpointing``."""
-
-    def __init__(self) -> None:
-        self.weights = torch.zeros(8)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"weights": self.weights}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.weights.copy_(state["weights"])
-
-
-def train(
-    root: Path, crash_at: int = -1, *, accumulate: int = 1, batch_size: int = 4, plain: bool = False
-) -> dict[str, Any]:
-    """Train, and return a digest of the state and the losses. ``plain``: without a manager."""
-    torch.manual_seed(3)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 8))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
-    loader = DataLoader(Samples(), batch_size=batch_size, shuffle=True)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    average = Average()
-    accelerator.register_for_checkpointing(average)
-    losses: dict[int, float] = {}
-    manager: StateManager | None = None
-    step = 0
-    try:
-        if not plain:
-            manager = Manager(checkpoint_store=CheckpointStore(root, keep=2), save_every=2)
-            loop = FaultTolerantLoop(accelerator, manager)
-            step = loop.step
-        for epoch in range(NUM_EPOCHS) if manager is None else loop.epochs(NUM_EPOCHS):
-            if manager is None:
-                loader.set_epoch(epoch)
-            for batch in loader if manager is None else loop.batches(loader):
-                with accelerator.accumulate(model):
-                    loss = (model(batch) - batch).square().mean()
-                    accelerator.backward(loss)
-                    optimizer.step()
-                    scheduler.step()
-                    optimizer.zero_grad()
-                if accelerator.sync_gradients:
-                    step += 1
-                    losses[step] = loss.item()
-                    average.weights.lerp_(accelerator.unwrap_model(model)[0].bias.detach(), 0.1)
-                    if step == crash_at:
-                        raise CrashError
-    finally:
-        if manager is not None:
-            manager.shutdown()
-    state = [model.state_dict(), optimizer.state_dict(), scheduler.state_dict(), average.state_dict()]
-    return {"digest": state_digest({str(at): each for at, each in enumerate(state)}), "losses": losses}
+@pytest.fixture(scope="module")
+def runs() -> Any:
+    return import_frozen("accelerate_run")
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])  # an epoch has 7 batches
-def test_a_crashed_run_ends_as_one_that_nobody_disturbed(tmp_path: Path, accumulate: int) -> None:
-    undisturbed = train(tmp_path, accumulate=accumulate, plain=True)
+def test_a_crashed_run_ends_as_one_that_nobody_disturbed(runs: Any, tmp_path: Path, accumulate: int) -> None:
+    undisturbed = runs.train(tmp_path, accumulate=accumulate, plain=True)
     num_steps = len(undisturbed["losses"])
-    assert num_steps == NUM_EPOCHS * -(-7 // accumulate)
+    assert num_steps == runs.NUM_EPOCHS * -(-7 // accumulate)
     for step in sorted(random.Random(accumulate).sample(range(2, num_steps), 4)):
-        with pytest.raises(CrashError):
-            train(tmp_path, step, accumulate=accumulate)
-    last = train(tmp_path, accumulate=accumulate)
+        with pytest.raises(runs.CrashError):
+            runs.train(tmp_path, step, accumulate=accumulate)
+    last = runs.train(tmp_path, accumulate=accumulate)
     assert last["digest"] == undisturbed["digest"]
     assert last["losses"].items() <= undisturbed["losses"].items()
     assert len(last["losses"]) < num_steps
 
 
-def test_a_run_that_was_complete_trains_what_follows_its_last_checkpoint(tmp_path: Path) -> None:
-    first = train(tmp_path)
-    again = train(tmp_path)
+def test_a_run_that_was_complete_trains_what_follows_its_last_checkpoint(runs: Any, tmp_path: Path) -> None:
+    first = runs.train(tmp_path)
+    again = runs.train(tmp_path)
     assert again == {"digest": first["digest"], "losses": {21: first["losses"][21]}}
 
 
-def test_a_run_with_other_batches_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CrashError):
-        train(tmp_path, 5)
+def test_a_run_with_other_batches_is_refused(runs: Any, tmp_path: Path) -> None:
+    with pytest.raises(runs.CrashError):
+        runs.train(tmp_path, 5)
     with pytest.raises(ConfigurationError, match=r"'samples': 4.*'samples': 2"):
-        train(tmp_path, batch_size=2)
+        runs.train(tmp_path, batch_size=2)
 
 
-def test_an_accelerator_without_a_model_is_refused(tmp_path: Path) -> None:
+def test_an_accelerator_without_a_model_is_refused(runs: Any, tmp_path: Path) -> None:
     manager = Manager(checkpoint_store=CheckpointStore(tmp_path))
-    accelerator = Accelerator(cpu=True)
+    accelerator = runs.Accelerator(cpu=True)
     accelerator._models.clear()
     try:
         with pytest.raises(ConfigurationError, match="prepare before"):
-            FaultTolerantLoop(accelerator, manager)
+            runs.FaultTolerantLoop(accelerator, manager)
     finally:
         manager.shutdown()

@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers_run
+from heavy_imports import import_frozen
 from programs import run
 from tqdm import tqdm
-from transformers_run import build, outcome
 
 from ft_transport import CheckpointStore, ConfigurationError
 from manager import Manager
 
-WORKER = Path(transformers_run.__file__)
+WORKER = Path(__file__).parents[1] / "workers" / "transformers_run.py"
+
+
+@pytest.fixture(scope="module")
+def runs() -> Any:
+    return import_frozen("transformers_run")
 
 
 @pytest.fixture(autouse=True)
@@ -37,16 +41,16 @@ def manager_of(root: Path, save_every: int = 2) -> Manager:
     return Manager(checkpoint_store=CheckpointStore(root / "steps", keep=2), save_every=save_every)
 
 
-def crashed(root: Path, steps: list[int], save_every: int = 2, **more: Any) -> dict[str, Any]:
+def crashed(runs: Any, root: Path, steps: list[int], save_every: int = 2, **more: Any) -> dict[str, Any]:
     """Train, crash at each of the steps, and return the outcome of the last run."""
     for step in steps:
         manager = manager_of(root, save_every)
         try:
             with pytest.raises(CrashError):
-                build(root, manager, step, crash, **more).train()
+                runs.build(root, manager, step, crash, **more).train()
         finally:
             manager.shutdown()
-    return outcome(build(root, manager_of(root, save_every), **more))
+    return runs.outcome(runs.build(root, manager_of(root, save_every), **more))
 
 
 @pytest.mark.parametrize(
@@ -58,42 +62,42 @@ def crashed(root: Path, steps: list[int], save_every: int = 2, **more: Any) -> d
     ],
     ids=str,
 )
-def test_a_crashed_run_ends_as_one_that_nobody_disturbed(tmp_path: Path, more: dict[str, Any]) -> None:
-    undisturbed = outcome(build(tmp_path, None, **more))
+def test_a_crashed_run_ends_as_one_that_nobody_disturbed(runs: Any, tmp_path: Path, more: dict[str, Any]) -> None:
+    undisturbed = runs.outcome(runs.build(tmp_path, None, **more))
     chosen = random.Random(str(more))
     num_steps = len(undisturbed["log"]) * 3
     steps = sorted(chosen.sample(range(3, num_steps), 3))
-    assert crashed(tmp_path, steps, **more) == undisturbed
+    assert crashed(runs, tmp_path, steps, **more) == undisturbed
 
 
-def test_worker_processes_draw_the_same_samples(tmp_path: Path) -> None:
+def test_worker_processes_draw_the_same_samples(runs: Any, tmp_path: Path) -> None:
     more = {"dataloader_num_workers": 1, "max_steps": 8}
-    assert crashed(tmp_path, [5], **more) == outcome(build(tmp_path, None, **more))
+    assert crashed(runs, tmp_path, [5], **more) == runs.outcome(runs.build(tmp_path, None, **more))
 
 
-def test_a_run_that_was_complete_trains_nothing(tmp_path: Path) -> None:
-    first = outcome(build(tmp_path, manager_of(tmp_path, 1), max_steps=3))
-    again = build(tmp_path, manager_of(tmp_path, 1), 4, crash, max_steps=3)
-    assert outcome(again) == first
+def test_a_run_that_was_complete_trains_nothing(runs: Any, tmp_path: Path) -> None:
+    first = runs.outcome(runs.build(tmp_path, manager_of(tmp_path, 1), max_steps=3))
+    again = runs.build(tmp_path, manager_of(tmp_path, 1), 4, crash, max_steps=3)
+    assert runs.outcome(again) == first
 
 
-def test_a_run_with_other_batches_is_refused_unless_the_epoch_begins_again(tmp_path: Path) -> None:
-    outcome(build(tmp_path, manager_of(tmp_path, 1), max_steps=3))
+def test_a_run_with_other_batches_is_refused_unless_the_epoch_begins_again(runs: Any, tmp_path: Path) -> None:
+    runs.outcome(runs.build(tmp_path, manager_of(tmp_path, 1), max_steps=3))
     other = {"per_device_train_batch_size": 2, "max_steps": 5}
     manager = manager_of(tmp_path)
     try:
         with pytest.raises(ConfigurationError, match=r"'samples per step': 4.*'samples per step': 2"):
-            build(tmp_path, manager, **other).train()
+            runs.build(tmp_path, manager, **other).train()
     finally:
         manager.shutdown()
-    trainer = build(tmp_path, manager_of(tmp_path), ignore_data_skip=True, **other)
+    trainer = runs.build(tmp_path, manager_of(tmp_path), ignore_data_skip=True, **other)
     trainer.train()
     assert trainer.state.global_step == 5
 
 
-def test_the_best_model_is_loaded_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+def test_the_best_model_is_loaded_while_a_checkpoint_is_written(runs: Any, tmp_path: Path) -> None:
     more = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
-    trainer = build(tmp_path, manager_of(tmp_path, 1), load_best_model_at_end=True, **more)
+    trainer = runs.build(tmp_path, manager_of(tmp_path, 1), load_best_model_at_end=True, **more)
     trainer.train()
     assert trainer.state.best_model_checkpoint is not None
     with CheckpointStore(tmp_path / "steps") as store:
@@ -101,11 +105,11 @@ def test_the_best_model_is_loaded_while_a_checkpoint_is_written(tmp_path: Path) 
         store.verify(4)
 
 
-def test_a_trainer_that_is_not_resumed_exactly_is_refused(tmp_path: Path) -> None:
+def test_a_trainer_that_is_not_resumed_exactly_is_refused(runs: Any, tmp_path: Path) -> None:
     manager = manager_of(tmp_path)
     try:
         with pytest.raises(ConfigurationError, match="auto_find_batch_size"):
-            build(tmp_path, manager, auto_find_batch_size=True)
+            runs.build(tmp_path, manager, auto_find_batch_size=True)
     finally:
         manager.shutdown()
 

@@ -19,11 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import aiohttp
-import boto3
 import pytest
 from aiohttp import web
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
-from werkzeug.serving import make_server
 
 from ft_transport.checkpoint.bucket_files import list_objects, open_bucket
 
@@ -82,6 +79,8 @@ class Bucket:
         }
 
     def client(self) -> Any:
+        import boto3
+
         return boto3.client(
             "s3",
             endpoint_url=self.endpoint,
@@ -98,6 +97,10 @@ class Bucket:
 @contextmanager
 def served_bucket() -> Iterator[Bucket]:
     """Serve an empty bucket, until the block ends."""
+    # Here, so that the collection of tests does not wait for them.
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+    from werkzeug.serving import make_server
+
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     application = DomainDispatcherApplication(create_backend_app)
     server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=MotoRequestHandler)
