@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -58,7 +59,9 @@ class FaultTolerantLoop:
         self._step, self._epoch, self._batch = 0, 0, 0
         self._batches: dict[str, int] = {}
         self._loaded: Mapping[str, Any] | None = None
-        self._boundary: int | None = None
+        self._has_stepped = False
+        self._has_begun = False
+        self._num_prepared = self._count_prepared()
         optimizers = [each.optimizer for each in accelerator._optimizers]
         parts: dict[str, list[Any]] = {
             "model": [accelerator.unwrap_model(model) for model in accelerator._models],
@@ -73,12 +76,19 @@ class FaultTolerantLoop:
         manager.register("loop", self)
         manager.register("draws", self._draws, scope="local")
         manager.attach(*optimizers)
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(self._note_step)
         manager.resume()
 
     @property
     def step(self) -> int:
-        """The number of optimizer steps that the state contains."""
+        """The number of steps that the state contains: how often optimizers have stepped after a batch."""
         return self._step
+
+    @property
+    def batch(self) -> int:
+        """The number of the present batch in its epoch, from 0."""
+        return self._batch
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """Yield the numbers of the epochs that are left, from 0. Afterwards, shut the manager down.
@@ -100,7 +110,7 @@ class FaultTolerantLoop:
             loader: A prepared data loader.
 
         Raises:
-            ConfigurationError: The loaded state was trained with other batches.
+            ConfigurationError: The loaded state was trained with other batches, or the loader cannot be skipped.
             ManagerError: The manager has a quorum.
             TransportError: As for ``manager.start_step``.
             PreemptedExit: A preemption was announced (``manager.on_preemption``).
@@ -112,8 +122,7 @@ class FaultTolerantLoop:
         self._draws.resume_epoch(self._batch)
         iterator = iter(skip_first_batches(loader, self._batch) if self._batch else loader)
         while True:
-            if self._accelerator.sync_gradients:
-                self._begin_step()
+            self._begin_step()
             try:
                 batch = next(iterator)
             except StopIteration:
@@ -122,7 +131,6 @@ class FaultTolerantLoop:
                 self._draws.end_resume()
             yield batch
             self._batch += 1
-            self._step += self._accelerator.sync_gradients
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the position of the loop (for the manager)."""
@@ -135,15 +143,28 @@ class FaultTolerantLoop:
         self._step, self._epoch, self._batch = saved["step"], saved["epoch"], saved["batch"]
         self._loaded = saved
 
+    def _note_step(self, *_: object) -> None:
+        self._has_stepped = True
+
     def _begin_step(self) -> None:
-        if self._step != self._boundary:
-            self._boundary = self._step
+        """Begin a step, unless no optimizer has stepped since the last one: gradients are no part of the state."""
+        if self._has_stepped or not self._has_begun:
+            self._step += self._has_stepped
+            self._has_stepped, self._has_begun = False, True
             self._manager.start_step(self._step)
 
+    def _count_prepared(self) -> tuple[int, ...]:
+        accelerator = self._accelerator
+        return tuple(map(len, (accelerator._models, accelerator._optimizers, accelerator._schedulers)))
+
     def _check_batches(self, loader: DataLoader[Any]) -> None:
+        if self._count_prepared() != self._num_prepared:
+            raise ConfigurationError("expected all models and optimizers to be prepared before FaultTolerantLoop")
+        if getattr(loader, "use_stateful_dataloader", False):
+            raise ConfigurationError("expected a loader without use_stateful_dataloader, which the loop cannot skip")
         samples: int = getattr(loader, "total_batch_size", loader.batch_size)  # type: ignore[assignment]
         self._batches = {"samples": samples, "accumulated": self._accelerator.gradient_accumulation_steps}
-        if hasattr(loader, "__len__"):
+        with contextlib.suppress(TypeError):  # a stream has no length
             self._batches["batches"] = len(loader)
         loaded = {name: self._loaded.get(name) for name in self._batches} if self._loaded else self._batches
         if self._batch and loaded != self._batches:

@@ -5,9 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from manager.state.data_order import RandomState
+
+
+class Generators:
+    """The global random generators, and those of data loaders and their samplers."""
+
+    def __init__(self) -> None:
+        self._globals = RandomState()
+        self._own: dict[int, torch.Generator] = {}
+
+    def include(self, *owners: object) -> None:
+        """Include the generators of loaders and samplers that have one."""
+        for owner in owners:
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, torch.Generator):
+                self._own.setdefault(id(generator), generator)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all generators."""
+        return {"globals": self._globals.state_dict(), "own": [each.get_state() for each in self._own.values()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set all generators."""
+        self._globals.load_state_dict(state["globals"])
+        for generator, own in zip(self._own.values(), state["own"], strict=False):
+            generator.set_state(own)
 
 
 class Draws:
@@ -20,7 +46,7 @@ class Draws:
 
     def __init__(self) -> None:
         self.is_loaded = False
-        self._generators = RandomState()
+        self._generators = Generators()
         self._epoch_start: dict[str, Any] = {}
         self._before_last: dict[str, Any] = {}
         self._loaded: Mapping[str, Any] = {}
@@ -45,12 +71,17 @@ class Draws:
     def watch(self, loader: DataLoader[Any]) -> None:
         """Watch the draws from a loader that draws in this process. A loader of a stream has no batches to watch."""
         batches: Any = loader.batch_sampler
-        if batches is None or loader.num_workers:
+        self._generators.include(loader, batches)
+        if batches is None:
             return
         num_ranks = 1 if getattr(batches, "split_batches", False) else getattr(batches, "num_processes", 1)
         while hasattr(batches, "batch_sampler"):
             batches = batches.batch_sampler
-        if hasattr(batches, "sampler") and not isinstance(batches.sampler, _WatchedSampler):
+            self._generators.include(batches)
+        sampler = getattr(batches, "sampler", None)
+        self._generators.include(sampler)
+        is_counted = sampler is not None and isinstance(getattr(batches, "batch_size", None), int)
+        if is_counted and not loader.num_workers and not isinstance(sampler, _WatchedSampler):
             batches.sampler = _WatchedSampler(batches.sampler, batches.batch_size * num_ranks, self)
 
     def begin_epoch(self) -> None:

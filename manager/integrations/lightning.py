@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from ft_transport.errors import ConfigurationError
-from manager.state.data_order import RandomState
+from manager.integrations.draws import Generators
 from manager.state_manager import StateManager
 
 _CKPT_PATH: Final = "the-state-of-the-manager"
@@ -59,8 +61,10 @@ class FaultTolerance(Callback):
         self._is_resumed = self.manager.resume() is not None
         return _CKPT_PATH if self._is_resumed else None
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Refuse a strategy with which Lightning does not read checkpoints by ``checkpoint_io``."""
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse strategies that do not read checkpoints by ``checkpoint_io``, and runs that cannot resume exactly."""
+        if stage != "fit":
+            return
         strategy = trainer.strategy
         if (
             type(strategy) not in (DDPStrategy, SingleDeviceStrategy)
@@ -70,13 +74,21 @@ class FaultTolerance(Callback):
                 "expected one device or DDP, and the plugin checkpoint_io, got "
                 f"{type(strategy).__name__} with {type(strategy.checkpoint_io).__name__}"
             )
+        if inexact := _inexact(trainer, pl_module, self):
+            raise ConfigurationError(f"expected a run that resumes exactly, got {', '.join(inexact)}")
         self._trainer = trainer
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Attach the optimizers. In a resumed run, draw the batches of the epoch that were already trained."""
         self.manager.attach(*trainer.optimizers)
+        if any(each.reduce_on_plateau for each in trainer.lr_scheduler_configs):
+            raise ConfigurationError("expected no ReduceLROnPlateau: after a restart, Lightning omits one of its steps")
+        for loader in getattr(trainer.fit_loop._combined_loader, "flattened", ()):
+            batches = getattr(loader, "batch_sampler", None)
+            self._draws.generators.include(loader, batches, getattr(batches, "sampler", None))
         if self._is_resumed:
-            self._content.end_load()
+            if self._content.end_load():
+                trainer.should_stop = True
             self._skip(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
@@ -106,7 +118,8 @@ class FaultTolerance(Callback):
         if self._trainer is None:
             return {}
         content = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        return {name: each for name, each in content.items() if name not in _UNNEEDED}
+        content = {name: each for name, each in content.items() if name not in _UNNEEDED}
+        return {**content, "should_stop": self._trainer.should_stop}
 
     def _begin_step(self, trainer: Trainer) -> None:
         if trainer.global_step != self.manager.current_step():
@@ -144,32 +157,47 @@ class _Content:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         self.loaded = saved
 
-    def end_load(self) -> None:
+    def end_load(self) -> bool:
+        """Forget the loaded state. Return whether a callback, such as ``EarlyStopping``, had ended that run."""
+        is_stopped = bool(self.loaded and self.loaded["should_stop"])
         self.loaded = None
+        return is_stopped
+
+
+def _inexact(trainer: Trainer, module: LightningModule, own: Callback) -> list[str]:
+    """Return what a run has that changes its state after `FaultTolerance` has begun a step."""
+    hooks = ("on_train_batch_end", "on_train_epoch_end")
+    found = [f"{type(module).__name__}.{name}" for name in hooks if is_overridden(name, module)]
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # Lightning sets it
+    for each in callbacks[callbacks.index(own) + 1 :]:
+        is_harmless = isinstance(each, (Checkpoint, ProgressBar))
+        if not is_harmless and any(is_overridden(name, each, Callback) for name in hooks):
+            found.append(f"{type(each).__name__} after FaultTolerance in callbacks")
+    return found + (["val_check_interval"] if trainer.val_check_interval != 1.0 else [])
 
 
 class _Draws:
     """The random generators of a rank now, and at the beginning of the epoch, before its first batch was drawn."""
 
     def __init__(self) -> None:
-        self._generators = RandomState()
+        self.generators = Generators()
         self._epoch_start: Mapping[str, Any] = {}
         self._loaded: Mapping[str, Any] | None = None
 
     def state_dict(self) -> Mapping[str, Any]:
         if self._loaded is not None:
             return self._loaded
-        return {"now": self._generators.state_dict(), "epoch_start": self._epoch_start}
+        return {"now": self.generators.state_dict(), "epoch_start": self._epoch_start}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         self._loaded = saved
 
     def begin_epoch(self) -> None:
-        self._epoch_start = self._generators.state_dict()
+        self._epoch_start = self.generators.state_dict()
 
     def set_generators(self, name: str) -> None:
         if self._loaded is not None and self._loaded[name]:
-            self._generators.load_state_dict(self._loaded[name])
+            self.generators.load_state_dict(self._loaded[name])
 
     def end_load(self) -> None:
         self._loaded = None

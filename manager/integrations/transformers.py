@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import Trainer, __version__
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import TrainOutput, has_length
 
 from ft_transport.errors import ConfigurationError
@@ -68,6 +68,7 @@ class FaultTolerantTrainer(Trainer):
             (self.is_deepspeed_enabled, "DeepSpeed"),
             (plugin is not None and plugin.fsdp_version == 1, "FSDP version 1"),
             (self.args.auto_find_batch_size, "auto_find_batch_size"),
+            (self.accelerator.use_stateful_dataloader, "use_stateful_dataloader"),
         ):
             if is_asked:
                 raise ConfigurationError(f"expected DDP, FSDP version 2 or one device, got a Trainer with {name}")
@@ -76,6 +77,7 @@ class FaultTolerantTrainer(Trainer):
         self._losses = _Losses(self)
         self._draws = Draws()
         self._is_resumed = False
+        self._has_begun = False
 
     def train(self, *arguments: Any, **keywords: Any) -> TrainOutput:
         """Train as ``Trainer.train`` does, from the newest state of the manager on.
@@ -88,6 +90,9 @@ class FaultTolerantTrainer(Trainer):
             ManagerError: The manager has a quorum, or has neither a store nor ``keep_every``.
             TransportError: As for ``manager.resume`` and ``manager.start_step``.
         """
+        if self._has_begun:
+            raise ConfigurationError("expected one call of train for each trainer and manager; create both again")
+        self._has_begun = True
         output = super().train(*arguments, **keywords)
         self.manager.shutdown()
         return output
@@ -119,18 +124,22 @@ class FaultTolerantTrainer(Trainer):
         self._progress.begin(per_epoch if has_length(loader) else None)
         self._draws.watch(loader)
         if not self._is_resumed:
+            self._progress.position = (keywords["epoch"], 0)
             self._draws.begin_epoch()
             super()._run_epoch(**keywords)
             return
-        if self.state.global_step >= self.state.max_steps:
+        self._losses.begin()
+        if self._progress.is_stopped or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
-        first_epoch, num_updates = divmod(self.state.global_step, per_epoch)
+        first_epoch, num_updates = self._progress.position
         if keywords["epoch"] < first_epoch:
             return
         self._is_resumed = False
-        self._losses.begin()
-        num_batches = 0 if self.args.ignore_data_skip else num_updates * self.args.gradient_accumulation_steps
+        if self.args.ignore_data_skip:
+            num_updates = 0
+        self._progress.position = (first_epoch, num_updates)
+        num_batches = num_updates * self.args.gradient_accumulation_steps
         self._draws.resume_epoch(num_batches)
         keywords["resume_from_checkpoint"] = "the state of the manager"
         keywords["epochs_trained"] = first_epoch
@@ -144,6 +153,8 @@ class FaultTolerantTrainer(Trainer):
     def get_batch_samples(self, *arguments: Any, **keywords: Any) -> Any:
         """Begin a step with the manager, and draw the batches of the step as ``Trainer`` does."""
         self.manager.start_step(self.state.global_step)
+        epoch, num_updates = self._progress.position
+        self._progress.position = (epoch, num_updates + 1)
         samples = super().get_batch_samples(*arguments, **keywords)
         self._draws.end_resume()
         return samples
@@ -153,15 +164,24 @@ class FaultTolerantTrainer(Trainer):
             super()._load_best_model()
 
     def _finalize_training(self, *arguments: Any, **keywords: Any) -> TrainOutput:
+        if not self.control.should_training_stop:  # all epochs are over
+            self._progress.position = (self._progress.position[0] + 1, 0)
         self.manager.start_step(self.state.global_step)  # a boundary: the last step may have to be kept or saved
         return super()._finalize_training(*arguments, **keywords)
 
 
 class _Progress:
-    """The progress of a trainer, as registered state that is equal on all ranks."""
+    """The progress of a trainer, as registered state that is equal on all ranks.
+
+    Attributes:
+        position: The epoch, and the number of its optimizer steps that the state contains.
+        is_stopped: Whether a callback has ended the loaded run before its last step.
+    """
 
     def __init__(self, trainer: FaultTolerantTrainer) -> None:
         self._trainer = trainer
+        self.position = (0, 0)
+        self.is_stopped = False
         self._batches: dict[str, int | None] = {}
         self._loaded: Mapping[str, Any] | None = None
 
@@ -183,16 +203,30 @@ class _Progress:
         if self._loaded is not None:
             return self._loaded
         state: Any = self._trainer.state
-        for callback in self._trainer.callback_handler.callbacks:
-            if isinstance(callback, ExportableState):
-                state.stateful_callbacks[type(callback).__name__] = callback.state()
-        fields = {name: getattr(state, name) for name in (*_PROGRESS, "stateful_callbacks")}
-        return {"fields": json.dumps(fields), "batches": json.dumps(self._batches)}
+        control = self._trainer.control
+        callbacks: list[Any] = [*self._trainer.callback_handler.callbacks, control]
+        # TrainerState puts the states of several callbacks of one class into a list.
+        exported: list[Any] = [each for each in callbacks if isinstance(each, ExportableState)]
+        exportable = TrainerState(stateful_callbacks=exported)
+        fields = {name: getattr(state, name) for name in _PROGRESS}
+        fields["stateful_callbacks"] = exportable.stateful_callbacks
+        return {
+            "fields": json.dumps(fields, default=_plain),
+            "batches": json.dumps(self._batches),
+            "position": self.position,
+            "is_stopped": bool(control.should_training_stop and state.global_step < state.max_steps),
+        }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         for name, value in json.loads(saved["fields"]).items():
             setattr(self._trainer.state, name, value)
+        self.position, self.is_stopped = tuple(saved["position"]), saved["is_stopped"]
         self._loaded = saved
+
+
+def _plain(logged: Any) -> Any:
+    """Return a logged tensor or array as numbers for JSON."""
+    return logged.tolist()
 
 
 class _Losses:
@@ -208,6 +242,8 @@ class _Losses:
             trainer._tr_loss = self._loaded["loss"].to(trainer.args.device)
             trainer._total_loss_scalar = self._loaded["total"]
             trainer._globalstep_last_logged = self._loaded["last_logged"]
+            trainer._initial_global_step = 0  # the losses are those of all steps
+            trainer.current_flos = self._loaded["flos"]
             self._loaded = None
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -218,6 +254,7 @@ class _Losses:
             "loss": getattr(trainer, "_tr_loss", torch.tensor(0.0)),
             "total": getattr(trainer, "_total_loss_scalar", 0.0),
             "last_logged": getattr(trainer, "_globalstep_last_logged", 0),
+            "flos": trainer.current_flos,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

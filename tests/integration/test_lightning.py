@@ -50,3 +50,34 @@ def test_a_trainer_without_the_plugin_is_refused(runs: Any, tmp_path: Path) -> N
             trainer.fit(runs.Module(-1), runs.DataLoader(runs.Samples(), batch_size=4))
     finally:
         manager.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("hook", "Averaging.on_train_batch_end"), ("callback", "Later after FaultTolerance"), ("interval", "val_check")],
+)
+def test_a_run_that_changes_its_state_after_a_step_has_begun_is_refused(
+    runs: Any, tmp_path: Path, kind: str, expected: str
+) -> None:
+    class Averaging(runs.Module):  # type: ignore[name-defined,misc]
+        def on_train_batch_end(self, *_: Any) -> None: ...
+
+    class Later(runs.lightning.Callback):  # type: ignore[name-defined,misc]
+        def on_train_epoch_end(self, *_: Any) -> None: ...
+
+    manager = Manager(checkpoint_store=CheckpointStore(tmp_path))
+    try:
+        own = runs.FaultTolerance(manager)
+        trainer = runs.lightning.Trainer(
+            callbacks=[own, *([Later()] if kind == "callback" else [])],
+            plugins=[own.checkpoint_io],
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            val_check_interval=2 if kind == "interval" else 1.0,
+        )
+        module = (Averaging if kind == "hook" else runs.Module)(-1)
+        with pytest.raises(ConfigurationError, match=expected):
+            trainer.fit(module, runs.DataLoader(runs.Samples(), batch_size=4))
+    finally:
+        manager.shutdown()

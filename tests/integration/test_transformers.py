@@ -95,6 +95,25 @@ def test_a_run_with_other_batches_is_refused_unless_the_epoch_begins_again(runs:
     assert trainer.state.global_step == 5
 
 
+def test_a_run_that_a_callback_has_stopped_stays_so(runs: Any, tmp_path: Path) -> None:
+    class Stops(runs.TrainerCallback):  # type: ignore[name-defined,misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= state.global_step >= 5
+
+    first = runs.build(tmp_path, manager_of(tmp_path, 1))
+    first.add_callback(Stops)
+    digest = runs.outcome(first)["digest"]
+    again = runs.build(tmp_path, manager_of(tmp_path, 1))
+    assert (runs.outcome(again)["digest"], again.state.global_step) == (digest, 5)
+
+
+def test_a_trainer_trains_once(runs: Any, tmp_path: Path) -> None:
+    trainer = runs.build(tmp_path, manager_of(tmp_path), max_steps=1)
+    trainer.train()
+    with pytest.raises(ConfigurationError, match="one call of train"):
+        trainer.train()
+
+
 def test_the_best_model_is_loaded_while_a_checkpoint_is_written(runs: Any, tmp_path: Path) -> None:
     more = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
     trainer = runs.build(tmp_path, manager_of(tmp_path, 1), load_best_model_at_end=True, **more)

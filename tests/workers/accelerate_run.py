@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,13 @@ class Average:
 
 
 def train(
-    root: Path, crash_at: int = -1, *, accumulate: int = 1, batch_size: int = 4, plain: bool = False
+    root: Path,
+    crash_at: int = -1,
+    *,
+    accumulate: int = 1,
+    batch_size: int = 4,
+    plain: bool = False,
+    by_hand: bool = False,
 ) -> dict[str, Any]:
     """Train, and return a digest of the state and the losses. ``plain``: without a manager."""
     torch.manual_seed(3)
@@ -53,13 +60,14 @@ def train(
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
-    loader = DataLoader(Samples(), batch_size=batch_size, shuffle=True)
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(Samples(), batch_size=batch_size, shuffle=True, generator=generator)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     average = Average()
     accelerator.register_for_checkpointing(average)
     losses: dict[int, float] = {}
     manager: StateManager | None = None
-    step = 0
+    step, has_stepped = 0, False
     try:
         if not plain:
             manager = Manager(checkpoint_store=CheckpointStore(root, keep=2), save_every=2)
@@ -68,14 +76,17 @@ def train(
         for epoch in range(NUM_EPOCHS) if manager is None else loop.epochs(NUM_EPOCHS):
             if manager is None:
                 loader.set_epoch(epoch)
-            for batch in loader if manager is None else loop.batches(loader):
-                with accelerator.accumulate(model):
+            for number, batch in enumerate(loader if manager is None else loop.batches(loader)):
+                with contextlib.nullcontext() if by_hand else accelerator.accumulate(model):
                     loss = (model(batch) - batch).square().mean()
                     accelerator.backward(loss)
-                    optimizer.step()
-                    scheduler.step()
-                    optimizer.zero_grad()
-                if accelerator.sync_gradients:
+                    if not by_hand or (number if manager is None else loop.batch) % 3 == 2:
+                        optimizer.step()
+                        scheduler.step()
+                        optimizer.zero_grad()
+                        has_stepped = accelerator.sync_gradients
+                if has_stepped:
+                    has_stepped = False
                     step += 1
                     losses[step] = loss.item()
                     average.weights.lerp_(accelerator.unwrap_model(model)[0].bias.detach(), 0.1)

@@ -59,12 +59,16 @@ def train(root: Path, crash_at: int = -1, *, plain: bool = False, **more: Any) -
     """Train, and return a digest of the weights and the losses. ``plain``: without a manager."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
     module = Module(crash_at)
     settings: dict[str, Any] = {
         "max_epochs": NUM_EPOCHS, "accelerator": "cpu", "logger": False, "enable_checkpointing": False,
         "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0, **more,
     }  # fmt: skip
-    loaders = [DataLoader(Samples(), batch_size=4, shuffle=True), DataLoader(Samples(), batch_size=8)]
+    loaders = [
+        DataLoader(Samples(), batch_size=4, shuffle=True, generator=generator),
+        DataLoader(Samples(), batch_size=8),
+    ]
     if plain:
         trainer = lightning.Trainer(**settings)
         trainer.fit(module, *loaders)

@@ -116,9 +116,10 @@ def build(root: Path, manager: Manager | None, end_at: int = -1, end: Any = None
 
 def outcome(trainer: Trainer) -> dict[str, Any]:
     """Train, and return a digest of the weights and the log of the losses."""
-    trainer.train()
+    metrics = trainer.train().metrics
     digest = f"{state_digest(trainer.accelerator.unwrap_model(trainer.model).state_dict()):016x}"
-    return {"digest": digest, "log": [each for each in trainer.state.log_history if "loss" in each]}
+    whole = [metrics["train_loss"], trainer.state.total_flos]
+    return {"digest": digest, "whole": whole, "log": [each for each in trainer.state.log_history if "loss" in each]}
 
 
 def main() -> None:
