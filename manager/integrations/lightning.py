@@ -80,6 +80,11 @@ class FaultTolerance(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Attach the optimizers. In a resumed run, draw the batches of the epoch that were already trained."""
+        if trainer.ckpt_path not in (None, _CKPT_PATH):
+            raise ConfigurationError(
+                f"expected the ckpt_path of FaultTolerance.resume, got {trainer.ckpt_path}, whose place in the data "
+                "is unknown; load its weights into the model instead"
+            )
         self.manager.attach(*trainer.optimizers)
         if any(each.reduce_on_plateau for each in trainer.lr_scheduler_configs):
             raise ConfigurationError("expected no ReduceLROnPlateau: after a restart, Lightning omits one of its steps")

@@ -124,7 +124,9 @@ class FaultTolerantTrainer(Trainer):
         self._progress.begin(per_epoch if has_length(loader) else None)
         self._draws.watch(loader)
         if not self._is_resumed:
-            self._progress.position = (keywords["epoch"], 0)
+            is_first = keywords["epoch"] == keywords["epochs_trained"]  # a checkpoint of Trainer may be from the middle
+            num_skipped = keywords["steps_trained_in_current_epoch"] if is_first else 0
+            self._progress.position = (keywords["epoch"], num_skipped // self.args.gradient_accumulation_steps)
             self._draws.begin_epoch()
             super()._run_epoch(**keywords)
             return

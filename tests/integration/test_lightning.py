@@ -81,3 +81,19 @@ def test_a_run_that_changes_its_state_after_a_step_has_begun_is_refused(
             trainer.fit(module, runs.DataLoader(runs.Samples(), batch_size=4))
     finally:
         manager.shutdown()
+
+
+def test_a_checkpoint_of_lightning_is_refused_as_the_beginning(runs: Any, tmp_path: Path) -> None:
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "max_epochs": 1}
+    loader = runs.DataLoader(runs.Samples(), batch_size=4)
+    trainer = runs.lightning.Trainer(**quiet)
+    trainer.fit(runs.Module(-1), loader)
+    trainer.save_checkpoint(tmp_path / "theirs.ckpt")
+    manager = Manager(checkpoint_store=CheckpointStore(tmp_path / "steps"))
+    try:
+        own = runs.FaultTolerance(manager)
+        trainer = runs.lightning.Trainer(callbacks=[own], plugins=[own.checkpoint_io], **{**quiet, "max_epochs": 2})
+        with pytest.raises(ConfigurationError, match=r"ckpt_path of FaultTolerance.resume, got .*theirs\.ckpt"):
+            trainer.fit(runs.Module(-1), loader, ckpt_path=tmp_path / "theirs.ckpt")
+    finally:
+        manager.shutdown()

@@ -13,7 +13,7 @@ from heavy_imports import import_frozen
 from programs import run
 from tqdm import tqdm
 
-from ft_transport import CheckpointStore, ConfigurationError
+from ft_transport import CheckpointStore, ConfigurationError, state_digest
 from manager import Manager
 
 WORKER = Path(__file__).parents[1] / "workers" / "transformers_run.py"
@@ -105,6 +105,24 @@ def test_a_run_that_a_callback_has_stopped_stays_so(runs: Any, tmp_path: Path) -
     digest = runs.outcome(first)["digest"]
     again = runs.build(tmp_path, manager_of(tmp_path, 1))
     assert (runs.outcome(again)["digest"], again.state.global_step) == (digest, 5)
+
+
+def test_a_run_that_began_at_a_checkpoint_of_trainer_resumes_at_its_next_sample(runs: Any, tmp_path: Path) -> None:
+    theirs = {"save_strategy": "steps", "save_steps": 5}
+    with pytest.raises(CrashError):
+        runs.build(tmp_path, None, 6, crash, **theirs).train()
+    undisturbed = runs.build(tmp_path, None, **theirs)
+    undisturbed.train(resume_from_checkpoint=str(tmp_path / "trainer" / "checkpoint-5"))
+    manager = manager_of(tmp_path, 1)
+    try:
+        trainer = runs.build(tmp_path, manager, 8, crash)
+        with pytest.raises(CrashError):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "trainer" / "checkpoint-5"))
+    finally:
+        manager.shutdown()
+    last = runs.build(tmp_path, manager_of(tmp_path, 1))
+    last.train()
+    assert state_digest(last.model.state_dict()) == state_digest(undisturbed.model.state_dict())
 
 
 def test_a_trainer_trains_once(runs: Any, tmp_path: Path) -> None:

@@ -8,28 +8,13 @@ from typing import Any
 
 import lightning.pytorch as lightning
 import torch
+from accelerate_run import NUM_EPOCHS, CrashError, Samples
 from torch import nn
 from torch.utils.data import DataLoader
 
 from ft_transport import CheckpointStore, state_digest
 from manager import Manager
 from manager.integrations.lightning import FaultTolerance
-
-NUM_SAMPLES, NUM_EPOCHS = 26, 3
-
-
-class CrashError(Exception):
-    pass
-
-
-class Samples(torch.utils.data.Dataset[torch.Tensor]):
-    """Samples with noise from the global generator, as of an augmentation."""
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((8,), float(index)) / NUM_SAMPLES + 0.1 * torch.randn(8)
 
 
 class Module(lightning.LightningModule):  # type: ignore[misc]
