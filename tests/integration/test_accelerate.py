@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 from heavy_imports import import_frozen
+from killed_programs import all_notes, lives
 
 from ft_transport import CheckpointStore, ConfigurationError
 from manager import Manager
+
+WORKER = Path(__file__).parents[1] / "workers" / "accelerate_run.py"
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +64,13 @@ def test_an_accelerator_without_a_model_is_refused(runs: Any, tmp_path: Path) ->
             runs.FaultTolerantLoop(accelerator, manager)
     finally:
         manager.shutdown()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tier", ["--keep-every", "--save-every"])
+def test_kills_at_random_moments_change_neither_state_nor_losses_nor_samples(tmp_path: Path, tier: str) -> None:
+    undisturbed = lives(WORKER, tmp_path / "undisturbed", [], "--plain", "--epochs", "300")
+    chosen = random.Random(tier)
+    kills = [{"KILL_AFTER_S": str(chosen.uniform(0.0, 0.2))} for _ in range(20)]
+    assert lives(WORKER, tmp_path / "killed", kills, tier, "5", "--epochs", "300") == undisturbed
+    assert all_notes(tmp_path / "killed" / "notes") == all_notes(tmp_path / "undisturbed" / "notes")

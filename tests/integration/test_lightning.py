@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from heavy_imports import import_frozen
+from killed_programs import all_notes, lives
 
 from ft_transport import CheckpointStore, ConfigurationError
 from manager import Manager
+
+WORKER = Path(__file__).parents[1] / "workers" / "lightning_run.py"
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -97,3 +101,13 @@ def test_a_checkpoint_of_lightning_is_refused_as_the_beginning(runs: Any, tmp_pa
             trainer.fit(runs.Module(-1), loader, ckpt_path=tmp_path / "theirs.ckpt")
     finally:
         manager.shutdown()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tier", ["--keep-every", "--save-every"])
+def test_kills_at_random_moments_change_neither_weights_nor_logs_nor_samples(tmp_path: Path, tier: str) -> None:
+    undisturbed = lives(WORKER, tmp_path / "undisturbed", [], "--plain", "--epochs", "250")
+    chosen = random.Random(tier)
+    kills = [{"KILL_AFTER_S": str(chosen.uniform(0.0, 0.2))} for _ in range(20)]
+    assert lives(WORKER, tmp_path / "killed", kills, tier, "5", "--epochs", "250") == undisturbed
+    assert all_notes(tmp_path / "killed" / "notes") == all_notes(tmp_path / "undisturbed" / "notes")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from heavy_imports import import_frozen
-from programs import run
+from killed_programs import lives
 from tqdm import tqdm
 
 from ft_transport import CheckpointStore, ConfigurationError, state_digest
@@ -151,34 +149,24 @@ def test_a_trainer_that_is_not_resumed_exactly_is_refused(runs: Any, tmp_path: P
         manager.shutdown()
 
 
-def lives(root: Path, kills: list[dict[str, str]], *arguments: str, ranks: int = 1) -> str:
-    """Run the worker, once for each kill and once without, and return what the last one says."""
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    for kill in [*kills, {}]:
-        command = [sys.executable, *launch, str(WORKER), str(root), *arguments]
-        ended = run(command, env={**os.environ, **kill}, timeout=120)
-        assert (ended.returncode == 0) <= (not kill), ended.stderr
-    return str(ended.stdout.splitlines()[-1])
-
-
 @pytest.mark.slow
 def test_a_killed_process_resumes_from_host_memory(tmp_path: Path) -> None:
-    undisturbed = lives(tmp_path / "undisturbed", [], "--plain")
+    undisturbed = lives(WORKER, tmp_path / "undisturbed", [], "--plain")
     kills = [{"KILL_AT": "7"}, {"KILL_AT": "20"}]
-    assert lives(tmp_path / "killed", kills, "--keep-every", "1") == undisturbed
+    assert lives(WORKER, tmp_path / "killed", kills, "--keep-every", "1") == undisturbed
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("tier", ["--keep-every", "--save-every"])
 def test_kills_at_random_moments_change_nothing(tmp_path: Path, tier: str) -> None:
-    undisturbed = lives(tmp_path / "undisturbed", [], "--plain", "--epochs", "40")
+    undisturbed = lives(WORKER, tmp_path / "undisturbed", [], "--plain", "--epochs", "40")
     chosen = random.Random(tier)
     kills = [{"KILL_AFTER_S": str(chosen.uniform(0.0, 0.4))} for _ in range(20)]
-    assert lives(tmp_path / "killed", kills, tier, "5", "--epochs", "40") == undisturbed
+    assert lives(WORKER, tmp_path / "killed", kills, tier, "5", "--epochs", "40") == undisturbed
 
 
 @pytest.mark.long
 def test_two_killed_ranks_resume_from_a_checkpoint(tmp_path: Path) -> None:
-    undisturbed = lives(tmp_path / "undisturbed", [], "--plain", "--accumulate", "2", ranks=2)
+    undisturbed = lives(WORKER, tmp_path / "undisturbed", [], "--plain", "--accumulate", "2", ranks=2)
     kills = [{"KILL_AT": "3"}, {"KILL_AT": "5"}]
-    assert lives(tmp_path / "killed", kills, "--save-every", "2", "--accumulate", "2", ranks=2) == undisturbed
+    assert lives(WORKER, tmp_path / "killed", kills, "--save-every", "2", "--accumulate", "2", ranks=2) == undisturbed

@@ -1,17 +1,23 @@
-"""A loop with the real Accelerate, with a manager or without, that may crash at a step (`test_accelerate.py`)."""
+"""A loop with the real Accelerate, with a manager or without, that may crash at a step (`test_accelerate.py`).
+
+Usage: ``accelerate_run.py ROOT [--keep-every 1] …``, with ``KILL_AFTER_S`` in the environment.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from killed_programs import Notes, kill_later
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ft_transport import CheckpointStore, state_digest
+from ft_transport import CheckpointStore, HTTPTransport, state_digest
 from manager import Manager, StateManager
 from manager.integrations.accelerate import FaultTolerantLoop
 
@@ -53,6 +59,10 @@ def train(
     batch_size: int = 4,
     plain: bool = False,
     by_hand: bool = False,
+    num_epochs: int = NUM_EPOCHS,
+    keep_every: int | None = None,
+    save_every: int | None = 2,
+    notes: Notes | None = None,
 ) -> dict[str, Any]:
     """Train, and return a digest of the state and the losses. ``plain``: without a manager."""
     torch.manual_seed(3)
@@ -70,16 +80,26 @@ def train(
     step, has_stepped = 0, False
     try:
         if not plain:
-            manager = Manager(checkpoint_store=CheckpointStore(root, keep=2), save_every=2)
+            manager = Manager(
+                checkpoint_transport=HTTPTransport() if keep_every else None,
+                keep_every=keep_every,
+                checkpoint_store=CheckpointStore(root, keep=2) if save_every else None,
+                save_every=save_every,
+            )
             loop = FaultTolerantLoop(accelerator, manager)
             step = loop.step
-        for epoch in range(NUM_EPOCHS) if manager is None else loop.epochs(NUM_EPOCHS):
+        for epoch in range(num_epochs) if manager is None else loop.epochs(num_epochs):
             if manager is None:
                 loader.set_epoch(epoch)
             for number, batch in enumerate(loader if manager is None else loop.batches(loader)):
                 with contextlib.nullcontext() if by_hand else accelerator.accumulate(model):
                     loss = (model(batch) - batch).square().mean()
                     accelerator.backward(loss)
+                    if notes is not None:
+                        kill_later()
+                        at = f"epoch {epoch}, batch {number if manager is None else loop.batch}"
+                        notes.add(f"{at}: samples", f"{state_digest({'': batch}):016x}")
+                        notes.add(f"{at}: loss", loss.item())
                     if not by_hand or (number if manager is None else loop.batch) % 3 == 2:
                         optimizer.step()
                         scheduler.step()
@@ -97,3 +117,28 @@ def train(
             manager.shutdown()
     state = [model.state_dict(), optimizer.state_dict(), scheduler.state_dict(), average.state_dict()]
     return {"digest": state_digest({str(at): each for at, each in enumerate(state)}), "losses": losses}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--keep-every", type=int)
+    parser.add_argument("--save-every", type=int)
+    parser.add_argument("--epochs", type=int, default=NUM_EPOCHS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    trained = train(
+        options.root / "steps",
+        accumulate=3,
+        plain=options.plain,
+        num_epochs=options.epochs,
+        keep_every=options.keep_every,
+        save_every=options.save_every,
+        notes=Notes(options.root / "notes"),
+    )
+    print(f"{trained['digest']:016x}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

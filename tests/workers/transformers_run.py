@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from killed_programs import kill, kill_later
 from transformers import BertConfig, BertForMaskedLM, Trainer, TrainerCallback, TrainingArguments
 
 from ft_transport import CheckpointStore, HTTPTransport, state_digest
@@ -74,20 +73,11 @@ class Ends(TrainerCallback):
             self._end()
 
 
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 class KillsLater(TrainerCallback):
     """Kills the process some time after its first step."""
 
-    def __init__(self, after_s: float) -> None:
-        self._timer = threading.Timer(after_s, kill)
-        self._timer.daemon = True
-
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if not self._timer.is_alive():
-            self._timer.start()
+        kill_later()
 
 
 def build(root: Path, manager: Manager | None, end_at: int = -1, end: Any = None, **more: Any) -> Trainer:
@@ -147,8 +137,7 @@ def main() -> None:
         )
     kill_at = int(os.environ.get("KILL_AT", "-1"))
     trainer = build(options.root, manager, kill_at, kill, **more)
-    if "KILL_AFTER_S" in os.environ:
-        trainer.add_callback(KillsLater(float(os.environ["KILL_AFTER_S"])))
+    trainer.add_callback(KillsLater)
     print(json.dumps(outcome(trainer)), flush=True)
 
 
