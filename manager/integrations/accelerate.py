@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from ft_transport.errors import ConfigurationError
 from manager.integrations.draws import Draws
+from manager.integrations.managers import manager_of
 from manager.state_manager import StateManager
 
 T = TypeVar("T")
@@ -21,7 +22,7 @@ class FaultTolerantLoop:
 
     In a script, after ``accelerator.prepare``::
 
-        loop = FaultTolerantLoop(accelerator, manager)
+        loop = FaultTolerantLoop(accelerator, checkpoint_store=CheckpointStore("out/steps", keep=3), save_every=100)
         for epoch in loop.epochs(3):
             for batch in loop.batches(loader):
                 with accelerator.accumulate(model):
@@ -37,14 +38,19 @@ class FaultTolerantLoop:
         accelerator: The accelerator, after ``prepare``.
         manager: A manager without a quorum, created after the accelerator, with a ``checkpoint_store``, ``keep_every``
             or both. `epochs` shuts it down when the training is over.
+        **settings: Settings of a new `StateManager`, instead of ``manager``.
+
+    Attributes:
+        manager: The manager.
 
     Raises:
-        ConfigurationError: Nothing was prepared, or the accelerator uses DeepSpeed, Megatron or FSDP version 1.
+        ConfigurationError: Nothing was prepared, the accelerator uses DeepSpeed, Megatron or FSDP version 1, or both a
+            manager and settings were given.
         ManagerError: The manager has neither a store nor ``keep_every``.
         TransportError: As for ``manager.resume``.
     """
 
-    def __init__(self, accelerator: Accelerator, manager: StateManager) -> None:
+    def __init__(self, accelerator: Accelerator, manager: StateManager | None = None, **settings: Any) -> None:
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
         kind = accelerator.distributed_type.value
         if kind in ("DEEPSPEED", "MEGATRON_LM") or (plugin is not None and plugin.fsdp_version == 1):
@@ -54,7 +60,8 @@ class FaultTolerantLoop:
                 f"expected a prepared model and optimizer, got {len(accelerator._models)} models and "
                 f"{len(accelerator._optimizers)} optimizers; call accelerator.prepare before"
             )
-        self._accelerator, self._manager = accelerator, manager
+        self._accelerator = accelerator
+        self.manager = manager = manager_of(manager, settings)
         self._draws = Draws()
         self._step, self._epoch, self._batch = 0, 0, 0
         self._batches: dict[str, int] = {}
@@ -101,7 +108,7 @@ class FaultTolerantLoop:
             yield self._epoch
             self._epoch, self._batch = self._epoch + 1, 0
         self._begin_step()
-        self._manager.shutdown()
+        self.manager.shutdown()
 
     def batches(self, loader: DataLoader[T]) -> Iterator[T]:
         """Yield the batches that are left of the present epoch. Call it once in each epoch.
@@ -151,7 +158,7 @@ class FaultTolerantLoop:
         if self._has_stepped or not self._has_begun:
             self._step += self._has_stepped
             self._has_stepped, self._has_begun = False, True
-            self._manager.start_step(self._step)
+            self.manager.start_step(self._step)
 
     def _count_prepared(self) -> tuple[int, ...]:
         accelerator = self._accelerator

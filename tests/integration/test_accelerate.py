@@ -67,6 +67,7 @@ def test_an_accelerator_without_a_model_is_refused(runs: Any, tmp_path: Path) ->
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("tier", ["--keep-every", "--save-every"])
 def test_kills_at_random_moments_change_neither_state_nor_losses_nor_samples(tmp_path: Path, tier: str) -> None:
     undisturbed = lives(WORKER, tmp_path / "undisturbed", [], "--plain", "--epochs", "300")
