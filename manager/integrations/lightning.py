@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from ft_transport.errors import ConfigurationError
 from manager.integrations.draws import Generators
+from manager.integrations.managers import manager_of
 from manager.state_manager import StateManager
 
 _CKPT_PATH: Final = "the-state-of-the-manager"
@@ -25,7 +27,7 @@ class FaultTolerance(Callback):
 
     In a script::
 
-        fault_tolerance = FaultTolerance(manager)
+        fault_tolerance = FaultTolerance(checkpoint_store=CheckpointStore("out/steps", keep=3), save_every=100)
         trainer = Trainer(callbacks=[fault_tolerance], plugins=[fault_tolerance.checkpoint_io])
         trainer.fit(model, loader, ckpt_path=fault_tolerance.resume())
 
@@ -35,13 +37,18 @@ class FaultTolerance(Callback):
     Args:
         manager: A manager without a quorum, with a ``checkpoint_store``, ``keep_every`` or both. It is shut down when
             ``fit`` has ended. For several ranks, create it after ``torch.distributed`` was initialised.
+        **settings: Settings of a new `StateManager`, instead of ``manager``.
 
     Attributes:
+        manager: The manager.
         checkpoint_io: A plugin for ``Trainer``. It writes and reads other checkpoints as ``TorchCheckpointIO`` does.
+
+    Raises:
+        ConfigurationError: As for `StateManager`, or both a manager and settings were given.
     """
 
-    def __init__(self, manager: StateManager) -> None:
-        self.manager = manager
+    def __init__(self, manager: StateManager | None = None, **settings: Any) -> None:
+        self.manager = manager = manager_of(manager, settings)
         self._trainer: Trainer | None = None
         self._content = _Content(self)
         self._draws = _Draws()
@@ -74,9 +81,12 @@ class FaultTolerance(Callback):
                 "expected one device or DDP, and the plugin checkpoint_io, got "
                 f"{type(strategy).__name__} with {type(strategy.checkpoint_io).__name__}"
             )
-        if inexact := _inexact(trainer, pl_module, self):
+        if inexact := _inexact(trainer, pl_module):
             raise ConfigurationError(f"expected a run that resumes exactly, got {', '.join(inexact)}")
         self._trainer = trainer
+        others = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined] # Lightning sets it
+        # A new list: Lightning calls the hook `setup` for each callback of the old one.
+        trainer.callbacks = [*others, self, _EpochEnd(self._begin_step)]  # type: ignore[attr-defined]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Attach the optimizers. In a resumed run, draw the batches of the epoch that were already trained."""
@@ -107,12 +117,13 @@ class FaultTolerance(Callback):
         """Begin a step with the manager, if the optimizer has stepped."""
         del pl_module, outputs, batch, batch_idx
         # From a state at this place after the last batch, Lightning 2.6 would skip the next epoch.
-        if not trainer.is_last_batch:
+        if not trainer.is_last_batch and not _validates(trainer):
             self._begin_step(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Begin the step that follows the last batch of an epoch."""
-        self._begin_step(trainer)
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Begin the step that follows a batch after which Lightning validates, unless it is the last of its epoch."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and not trainer.is_last_batch:
+            self._begin_step(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Shut the manager down: the training is over."""
@@ -169,16 +180,40 @@ class _Content:
         return is_stopped
 
 
-def _inexact(trainer: Trainer, module: LightningModule, own: Callback) -> list[str]:
+def _validates(trainer: Trainer) -> bool:
+    """Return whether Lightning will validate after the present batch. From a state before, it would not."""
+    loop = trainer.fit_loop
+    return loop._data_fetcher is not None and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+
+
+def _inexact(trainer: Trainer, module: LightningModule) -> list[str]:
     """Return what a run has that changes its state after `FaultTolerance` has begun a step."""
-    hooks = ("on_train_batch_end", "on_train_epoch_end")
+    interval = getattr(trainer, "val_check_interval", None)  # Lightning does not set it if it is a time
+    hooks = ["on_train_batch_end", *(["on_validation_end"] if interval != 1.0 else [])]
     found = [f"{type(module).__name__}.{name}" for name in hooks if is_overridden(name, module)]
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # Lightning sets it
-    for each in callbacks[callbacks.index(own) + 1 :]:
-        is_harmless = isinstance(each, (Checkpoint, ProgressBar))
-        if not is_harmless and any(is_overridden(name, each, Callback) for name in hooks):
-            found.append(f"{type(each).__name__} after FaultTolerance in callbacks")
-    return found + (["val_check_interval"] if trainer.val_check_interval != 1.0 else [])
+    return found + (["a val_check_interval in time"] if interval is None else [])
+
+
+class _EpochEnd(EarlyStopping):
+    """Begins the step that follows the last batch of an epoch, and stops nothing.
+
+    At the end of an epoch, Lightning calls the hooks of ``EarlyStopping`` and ``Checkpoint`` after all others. This
+    callback is the last one, so the state contains their changes.
+    """
+
+    def __init__(self, begin_step: Callable[[Trainer], None]) -> None:
+        super().__init__(monitor="")
+        self._begin = begin_step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        del pl_module
+        self._begin(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pass
 
 
 class _Draws:

@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ft_transport import CheckpointStore, HTTPTransport, state_digest
-from manager import Manager
 from manager.integrations.lightning import FaultTolerance
 
 
@@ -48,6 +47,29 @@ class Module(lightning.LightningModule):  # type: ignore[misc]
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
+class Counting(lightning.Callback):  # type: ignore[misc]
+    """A callback whose state changes in each hook after the step, and is logged."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.count = state_dict["count"]
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.count += 1
+        module.log("count", float(self.count))
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self.count += 1
+
+    def on_validation_end(self, *_: Any) -> None:
+        self.count += 1
+
+
 def train(root: Path, crash_at: int = -1, *, plain: bool = False, **more: Any) -> dict[str, Any]:
     """Train, and return a digest of the weights and the losses. ``plain``: without a manager."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -58,23 +80,23 @@ def train(root: Path, crash_at: int = -1, *, plain: bool = False, **more: Any) -
         "max_epochs": NUM_EPOCHS, "accelerator": "cpu", "logger": False, "enable_checkpointing": False,
         "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0, **more,
     }  # fmt: skip
+    callbacks = settings.pop("callbacks", [])
     loaders = [
         DataLoader(Samples(), batch_size=4, shuffle=True, generator=generator),
         DataLoader(Samples(), batch_size=8),
     ]
     if plain:
-        trainer = lightning.Trainer(**settings)
+        trainer = lightning.Trainer(callbacks=callbacks, **settings)
         trainer.fit(module, *loaders)
     else:
-        manager = Manager(checkpoint_store=CheckpointStore(root, keep=2), save_every=1)
+        fault_tolerance = FaultTolerance(checkpoint_store=CheckpointStore(root, keep=2), save_every=1)
         try:
-            fault_tolerance = FaultTolerance(manager)
             trainer = lightning.Trainer(
-                callbacks=[fault_tolerance], plugins=[fault_tolerance.checkpoint_io], **settings
+                callbacks=[fault_tolerance, *callbacks], plugins=[fault_tolerance.checkpoint_io], **settings
             )
             trainer.fit(module, *loaders, ckpt_path=fault_tolerance.resume())
         finally:
-            manager.shutdown()
+            fault_tolerance.manager.shutdown()
     return {"digest": state_digest(module.state_dict()), "losses": module.losses, "step": trainer.global_step}
 
 
@@ -136,12 +158,10 @@ def main() -> None:
         lightning.Trainer(**settings).fit(module, *loaders)
     else:
         fault_tolerance = FaultTolerance(
-            Manager(
-                checkpoint_transport=HTTPTransport() if options.keep_every else None,
-                keep_every=options.keep_every,
-                checkpoint_store=CheckpointStore(options.root / "steps", keep=2) if options.save_every else None,
-                save_every=options.save_every,
-            )
+            checkpoint_transport=HTTPTransport() if options.keep_every else None,
+            keep_every=options.keep_every,
+            checkpoint_store=CheckpointStore(options.root / "steps", keep=2) if options.save_every else None,
+            save_every=options.save_every,
         )
         trainer = lightning.Trainer(callbacks=[fault_tolerance], plugins=[fault_tolerance.checkpoint_io], **settings)
         trainer.fit(module, *loaders, ckpt_path=fault_tolerance.resume())
