@@ -304,18 +304,18 @@ class StateManager:
         All ranks stop at the same step boundary: their ``start_step`` or ``start_quorum`` keeps the state
         (``keep_every``), saves it (``checkpoint_store``), and raises ``PreemptedExit``, a ``SystemExit`` with exit code
         75. Other replicas do not wait. A further signal after two seconds, or the end of ``grace``, ends the process at
-        once; what was kept and saved before is whole. All ranks must call this, on the main thread.
+        once; what was kept and saved before is whole. All ranks must call this, with signals on the main thread.
 
         Args:
             signals: The signals that announce a preemption, such as those of Kubernetes and of ``sbatch --signal``.
-                Their handlers are replaced.
+                Their handlers are replaced. With an empty sequence, any thread may call this.
             is_announced: Function that returns whether a preemption is announced, for notices that have to be polled.
                 A thread calls it ten times per second.
             grace: Time from the announcement until the process is ended.
 
         Raises:
             ConfigurationError: This replica has several ranks, and ``torch.distributed`` is not initialised.
-            ManagerError: This is not the main thread, or the method was called before.
+            ManagerError: This is not the main thread and there are signals, or the method was called before.
         """
         self._usability.require()
         self._unclosed.add(self._replica.expect_preemption(signals, is_announced, grace).close)

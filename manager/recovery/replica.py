@@ -151,9 +151,10 @@ class Replica:
     ) -> Preemption:
         """Begin to watch for preemptions; see `StateManager.on_preemption`."""
         check_duration("grace", grace, at_least=timedelta(0))
-        if threading.current_thread() is not threading.main_thread():
+        if signals and threading.current_thread() is not threading.main_thread():
             raise ManagerError(
-                "expected the main thread to call on_preemption: Python lets no other set signal handlers"
+                "expected the main thread to call on_preemption: Python lets no other set signal handlers; elsewhere, "
+                "pass signals=() and is_announced"
             )
         if self.preemption is not None:
             raise ManagerError("expected one call of on_preemption, got a second one")

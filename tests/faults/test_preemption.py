@@ -202,3 +202,37 @@ def test_a_signal_to_the_process_group_spares_the_workers_of_a_data_loader() -> 
     done = run([sys.executable, "-c", _LOADER], stdout=subprocess.PIPE, timeout=LONG_S, start_new_session=True)
     assert done.stdout == "stopped True\n"
     assert done.returncode == PREEMPTED_EXIT_CODE
+
+
+_THREAD = """
+import sys, threading
+from ft_transport import CheckpointStore
+from manager import Manager, ManagerError, PreemptedExit
+manager = Manager(checkpoint_store=CheckpointStore(sys.argv[1]))
+part = {"one": 1}
+manager.register_state_dict_fn("part", part.update, lambda: dict(part))
+announced = threading.Event()
+def train():
+    try:
+        manager.on_preemption()
+    except ManagerError as error:
+        print("signals=()" in str(error))
+    manager.on_preemption(signals=(), is_announced=announced.is_set)
+    try:
+        for step in range(1_000_000):
+            manager.start_step(step)
+            announced.set()
+    except PreemptedExit as end:
+        print("stopped", end.step > 0)
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+print("saved", CheckpointStore(sys.argv[1], read_only=True).latest() > 0)
+manager.shutdown()
+"""
+
+
+def test_a_notice_that_is_polled_stops_a_loop_on_another_thread(tmp_path: Path) -> None:
+    """As frameworks run it. Python sets no signal handlers there."""
+    done = run([sys.executable, "-c", _THREAD, str(tmp_path)], stdout=subprocess.PIPE, timeout=LONG_S)
+    assert (done.stdout.split("\n"), done.returncode) == (["True", "stopped True", "saved True", ""], 0), done.stderr
