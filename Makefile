@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ENGINES_VENV ?= .venv-engines
 SGLANG_VENV ?= .venv-sglang
+INTEGRATIONS_VENV ?= .venv-integrations
 FLEET_VENV ?= .venv-fleet
 ZOO_VENV ?= .venv-zoo
 ARGS ?=
@@ -15,6 +16,8 @@ ENGINES_PIP := $(ENGINES_VENV)/bin/python -m pip --disable-pip-version-check
 ENGINES_STAMP := $(ENGINES_VENV)/.installed
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install -qq
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
+INTEGRATIONS_PIP := $(INTEGRATIONS_VENV)/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
+INTEGRATIONS_STAMP := $(INTEGRATIONS_VENV)/.installed
 FLEET_PIP := $(FLEET_VENV)/bin/python -m pip --disable-pip-version-check install -qq
 FLEET_STAMP := $(FLEET_VENV)/.installed
 ZOO_PIP := $(ZOO_VENV)/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
@@ -32,7 +35,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test test-slow test-long test-engines test-versions optimizer-zoo torchft-tests gpu-figures proxy-faults fuzz soak check format docs newcomer bench bench-quick bench-fleet clean
+.PHONY: help env demo test test-slow test-long test-engines test-integrations test-versions optimizer-zoo torchft-tests gpu-figures proxy-faults fuzz soak check format docs newcomer bench bench-quick bench-fleet clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -78,6 +81,15 @@ $(SGLANG_STAMP): pyproject.toml constraints-sglang.txt
 	@$(SGLANG_PIP) --constraint constraints-sglang.txt --no-deps sglang xgrammar
 	@touch $@
 
+# Frameworks that start trainers, and that bring too much for the other environment.
+$(INTEGRATIONS_STAMP): pyproject.toml constraints-integrations.txt
+	@echo "installing into $(INTEGRATIONS_VENV); this takes minutes and 2 GB"
+	@$(PYTHON) -m venv $(INTEGRATIONS_VENV)
+	@$(INTEGRATIONS_PIP) torch
+	@$(INTEGRATIONS_PIP) --constraint constraints-integrations.txt \
+		'ray[train]' hypothesis pytest pytest-timeout --editable '.[torchft]'
+	@touch $@
+
 # What the fleet benchmark compares with. Either may be missing: the benchmark says so.
 $(FLEET_STAMP): constraints-fleet.txt
 	@$(PYTHON) -m venv $(FLEET_VENV)
@@ -111,6 +123,9 @@ test-long: $(STAMP) ## run the tests marked long, and the properties with all ex
 test-engines: $(ENGINES_STAMP) $(SGLANG_STAMP) ## publish to real engines under load (by hand: two environments of 6 GB, minutes)
 	@$(SGLANG_VENV)/bin/python -m pytest tests/engines $(ARGS) || [ $$? -eq 5 ]
 	@$(ENGINES_VENV)/bin/python -m pytest tests/engines $(ARGS) || [ $$? -eq 5 ]
+
+test-integrations: $(INTEGRATIONS_STAMP) ## kill workers of Ray Train (by hand: an environment of 2 GB, minutes)
+	@$(INTEGRATIONS_VENV)/bin/python -m pytest tests/integrations $(ARGS) || [ $$? -eq 5 ]
 
 test-versions: ## test with the lowest, the pinned and the newest torch (by hand: an hour, 10 GB; ARGS="--only 3.10")
 	@$(PYTHON) tests/workers/version_matrix.py $(ARGS)

