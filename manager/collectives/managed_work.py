@@ -100,8 +100,13 @@ class ManagedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
         self._collective.begin(work, finish)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Finish the collective; return whether the tensor is reduced."""
-        return self._collective.wait(timeout)
+        """Finish the collective; return whether the tensor is reduced.
+
+        Args:
+            timeout: Time limit. ``None`` and 0: that of the collective; torch's functional collectives pass 0
+                (``kNoTimeout`` in torch/csrc/distributed/c10d/Types.hpp).
+        """
+        return self._collective.wait(timeout or None)
 
     def is_completed(self) -> bool:
         """Return whether a wait has begun to finish the collective."""

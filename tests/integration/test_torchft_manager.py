@@ -76,6 +76,28 @@ def test_torchfts_managed_process_group_averages_what_hsdp_reduces(new_manager: 
         assert backend == "ft-transport-gloo"
 
 
+@pytest.mark.usefixtures("one_rank_group")
+def test_a_functional_collective_after_the_commit_waits_for_its_result(new_manager: NewManager) -> None:
+    import torch.distributed._functional_collectives as functional
+    from torchft.process_group import ManagedProcessGroup
+
+    # As torchtitan does for the logged loss. torch passes the work a timeout of 0, for none.
+    def replica(index: int) -> list[float]:
+        manager = new_manager(f"replica_{index}", min_replica_size=2, has_part=True)
+        managed = ManagedProcessGroup(manager)
+        managed.register(f"replicas_of_{index}")
+        losses = []
+        for step in range(3):
+            manager.start_quorum()
+            assert manager.should_commit()
+            loss = functional.all_reduce(torch.tensor(float(step + index)), "sum", group=managed)
+            losses.append(float(functional.wait_tensor(loss)))
+        assert manager.errored() is None
+        return losses
+
+    assert run_replicas(lambda: replica(0), lambda: replica(1)) == [[1.0, 3.0, 5.0]] * 2
+
+
 def test_a_future_is_wrapped_such_that_it_never_fails(alone: Manager) -> None:
     def failure(future: torch.futures.Future[Any]) -> Any:
         wrapped = alone.wrap_future(future, "default")
