@@ -100,23 +100,6 @@ def test_islands_of_diloco_are_equal_after_each_sync(address: str) -> None:
 
 
 @pytest.mark.slow
-def test_torchtitans_trainer_heals_with_our_manager(address: str) -> None:
-    pytest.importorskip("torchtitan", reason="torchtitan is no dependency: pip install torchtitan==0.3.0 triton")
-    with example_replicas("train_torchtitan.py", address) as replicas:
-        arguments = ("--steps", "24", "--sync-every", "4", "--min-replicas", "2")
-        for index in ("0", "1"):
-            replicas.start(index, *arguments, environment={"REPLICA": index})
-        replicas.wait_for_lines(replicas.starts["1"][-1], 10, _TIMEOUT_S)
-        replicas.kill("1")
-        replicas.start("1", *arguments, environment={"REPLICA": "1"})
-        replicas.wait_for_end(2 * _TIMEOUT_S)
-
-        last = replicas.digests()[24 // 4]
-        assert len(last) == 1
-        assert replicas.starts["1"][-1][0].num_lines < 24, "it went on from a sync, and did not begin again"
-
-
-@pytest.mark.slow
 def test_an_adapter_reaches_an_engine_while_it_is_trained(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     stand_in = VLLMStandIn()  # of the engine alone; `make test-engines` has the real one

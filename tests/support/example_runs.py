@@ -34,14 +34,14 @@ class Rank:
     Attributes:
         weights: By step, the digest that it printed last.
         num_replicas: By step, how many replicas it said took part.
-        num_lines: How many lines it has printed.
+        printed: The lines that it has printed.
     """
 
     process: subprocess.Popen[Any]
     log: Path
     weights: dict[int, str] = field(default_factory=dict)
     num_replicas: dict[int, int] = field(default_factory=dict)
-    num_lines: int = 0
+    printed: list[str] = field(default_factory=list)
 
 
 class ExampleReplicas:
@@ -109,7 +109,7 @@ class ExampleReplicas:
 
     def wait_for_lines(self, ranks: list[Rank], num_lines: int, timeout_s: float) -> None:
         """Returns when each of the ranks has printed so many lines, whatever they say."""
-        self._wait_for(ranks, f"{num_lines} lines", lambda rank: rank.num_lines >= num_lines, timeout_s)
+        self._wait_for(ranks, f"{num_lines} lines", lambda rank: len(rank.printed) >= num_lines, timeout_s)
 
     def _wait_for(self, ranks: list[Rank], what: str, is_so: Callable[[Rank], bool], timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -162,7 +162,7 @@ class ExampleReplicas:
         with lines:
             for line in lines:
                 with self._news:
-                    rank.num_lines += 1
+                    rank.printed.append(line)
                     if found := _LINE.match(line):
                         rank.weights[int(found["step"])] = found["weights"]
                         rank.num_replicas[int(found["step"])] = int(found["replicas"])
