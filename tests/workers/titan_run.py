@@ -78,7 +78,9 @@ def main() -> None:
     say("ready")
     trainer.train()
     weights = f"{state_digest(trainer.model_parts[0].state_dict()):016x}"
-    optimizer = f"{state_digest(trainer.optimizers.optimizers[0].state_dict()):016x}"
+    # Of the groups, torchtitan's own load changes the order of the settings.
+    moments = trainer.optimizers.optimizers[0].state_dict()["state"]
+    optimizer = f"{state_digest(moments):016x}"
     say("end", weights=weights, optimizer=optimizer, step=trainer.step, tokens=trainer.ntokens_seen)
     trainer.close()
 
