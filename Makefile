@@ -87,7 +87,7 @@ $(INTEGRATIONS_STAMP): pyproject.toml constraints-integrations.txt
 	@$(PYTHON) -m venv $(INTEGRATIONS_VENV)
 	@$(INTEGRATIONS_PIP) torch
 	@$(INTEGRATIONS_PIP) --constraint constraints-integrations.txt \
-		'ray[train]' hypothesis pytest pytest-timeout --editable '.[torchft]'
+		'ray[train]' torchtitan triton hypothesis pytest pytest-timeout --editable '.[torchft]'
 	@touch $@
 
 # What the fleet benchmark compares with. Either may be missing: the benchmark says so.
@@ -124,7 +124,7 @@ test-engines: $(ENGINES_STAMP) $(SGLANG_STAMP) ## publish to real engines under 
 	@$(SGLANG_VENV)/bin/python -m pytest tests/engines $(ARGS) || [ $$? -eq 5 ]
 	@$(ENGINES_VENV)/bin/python -m pytest tests/engines $(ARGS) || [ $$? -eq 5 ]
 
-test-integrations: $(INTEGRATIONS_STAMP) ## kill workers of Ray Train (by hand: an environment of 2 GB, minutes)
+test-integrations: $(INTEGRATIONS_STAMP) ## kill trainers of Ray Train and torchtitan (by hand: an environment of 3 GB, half an hour)
 	@$(INTEGRATIONS_VENV)/bin/python -m pytest tests/integrations $(ARGS) || [ $$? -eq 5 ]
 
 test-versions: ## test with the lowest, the pinned and the newest torch (by hand: an hour, 10 GB; ARGS="--only 3.10")

@@ -10,8 +10,8 @@ from accelerate import Accelerator, skip_first_batches
 from torch.utils.data import DataLoader
 
 from ft_transport.errors import ConfigurationError
+from manager.integrations import manager_of
 from manager.integrations.draws import Draws
-from manager.integrations.managers import manager_of
 from manager.state_manager import StateManager
 
 T = TypeVar("T")

