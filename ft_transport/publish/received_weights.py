@@ -1,18 +1,13 @@
-"""Receives versions into an engine's own tensors, from allowed sources only.
+"""Receives versions into an engine's own tensors, or into new tensors, from allowed sources only.
 
-After a failed transfer, the tensors have the previous version, or are marked as unusable. The receiver connects to
-exactly the IP address that it has checked.
+After a failed transfer, the tensors have the previous version, or are marked as unusable.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import ipaddress
 import itertools
 import logging
-import socket
-import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -24,14 +19,19 @@ from ft_transport.credentials import Keys, TLSFiles
 from ft_transport.errors import (
     ConfigurationError,
     DeadlineExceededError,
+    FetchFailedError,
     PeerUnreachableError,
     RestoreError,
     TransportError,
+    escape_peer_text,
 )
 from ft_transport.http.client.fetch_settings import FetchHandle, FetchSettings, FetchTimeout
 from ft_transport.http.client.manifests import fetch_deltas
-from ft_transport.http.peer_address import PeerAddress, look_up
+from ft_transport.http.peer_address import PeerAddress
+from ft_transport.publish.allowed_sources import AllowedSources, SourceRefusedError
 from ft_transport.publish.deltas import changes_of, flip
+from ft_transport.publish.engines.pulling import Reason
+from ft_transport.publish.order_queue import OrderRefusedError
 from ft_transport.settings import Limits, TransportSettings
 from ft_transport.state.matching import Incoming
 from ft_transport.state.placements import is_dtensor
@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 _UNREACHABLE_TIMEOUT: Final = timedelta(seconds=10)
 """Short, because a publisher orders only versions that its transport already serves."""
 
-IPAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
-_Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
+_MAX_SHOWN_CHARACTERS: Final = 2000
+
 Weights: TypeAlias = Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]
 
 
@@ -59,11 +59,40 @@ class WeightsUnusableError(RestoreError):
     """A weight of the engine is not a tensor into which data can be received."""
 
 
+_REASONS: Final[Sequence[tuple[type[Exception], Reason]]] = (
+    (ConfigurationError, "malformed"),
+    (SourceRefusedError, "source_refused"),
+    (WeightsDifferError, "weights_differ"),
+    (WeightsUnusableError, "weights_unusable"),
+    (DeadlineExceededError, "too_slow"),
+    (PeerUnreachableError, "source_unreachable"),
+    (TransportError, "source_failed"),
+)
+
+
+def log_failure(version: int, error: Exception) -> Reason:
+    """Log why a version could not be received. Return the reason, which is all that the publisher may learn."""
+    reason = _reason_of(error)
+    is_own = reason in ("engine_failed", "weights_unusable") and not isinstance(error, TransportError)
+    text = escape_peer_text(f"{type(error).__name__}: {error}", max_characters=_MAX_SHOWN_CHARACTERS)
+    logger.warning("version %d could not be received: %s", version, text, exc_info=is_own)
+    return reason
+
+
+def _reason_of(error: Exception) -> Reason:
+    if isinstance(error, OrderRefusedError):
+        return error.reason
+    if isinstance(error, FetchFailedError) and error.failures:
+        error = error.failures[-1] if isinstance(error.failures[-1], PeerUnreachableError) else error
+    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "engine_failed")
+
+
 class ReceivedWeights:
     """Receives versions into an engine's tensors. One thread at a time may fetch; any thread may read the attributes.
 
     Args:
-        weights: The engine's tensors by name, or a function that returns them.
+        weights: The engine's tensors by name, or a function that returns them. ``None`` for new tensors in host memory,
+            as many and as large as each version requires.
         allowed: Decides from which addresses versions may be fetched.
         paused: Returns a context manager. Inside the context, no forward pass reads the tensors.
         keys: Keys of the job; ``None`` without a job token.
@@ -74,11 +103,12 @@ class ReceivedWeights:
         version: The version of the tensors. ``None`` before the first version, while the tensors change, and after a
             transfer that left the tensors unusable.
         num_bytes_fetched: Number of bytes that were fetched for the last complete version.
+        tensors: The tensors of the last complete version, if ``weights`` is ``None``.
     """
 
     def __init__(
         self,
-        weights: Weights,
+        weights: Weights | None,
         allowed: AllowedSources,
         *,
         paused: Callable[[], AbstractContextManager[object]],
@@ -101,6 +131,7 @@ class ReceivedWeights:
         )
         self.version: int | None = None
         self.num_bytes_fetched = 0
+        self.tensors: Mapping[str, torch.Tensor] = {}
 
     def fetch(self, address: str, version: int, handle: FetchHandle) -> None:
         """Receive a version.
@@ -131,11 +162,13 @@ class ReceivedWeights:
             raise ended from error
 
     def _fetch(self, source: PeerAddress, version: int, handle: FetchHandle) -> None:
-        own = _own_weights(self._weights() if callable(self._weights) else self._weights)
+        given = self._weights() if callable(self._weights) else self._weights
+        own = _own_weights(given if given is not None else self.tensors)
         into = {"weights": {names[0]: tensor for names, tensor in own}}
 
         def check(incoming: Incoming) -> None:
-            _refuse_others(incoming, {name for names, _ in own for name in names})
+            if given is not None:
+                _refuse_others(incoming, {name for names, _ in own for name in names})
 
         settings = self._settings(handle)
         changes, num_delta_bytes = self._deltas(source, version, own, settings)
@@ -164,7 +197,11 @@ class ReceivedWeights:
                         flip(*change)
                     self.version = base
                 raise
-            _refuse_unfilled(received.state["weights"], own)
+            if given is not None:
+                _refuse_unfilled(received.state["weights"], own)
+            else:
+                _own_weights(received.state["weights"])  # The next version must fit into these tensors.
+                self.tensors = received.state["weights"]
             self.version = received.step
             self.num_bytes_fetched = num_delta_bytes + (received.num_bytes_fetched or 0)
 
@@ -252,113 +289,3 @@ def _refuse_others(incoming: Incoming, own: Set[str]) -> None:
             f"expected exactly the engine's weights; missing: {missing or 'none'}, unexpected: {unexpected or 'none'}, "
             f"differing: {differing or 'none'}; nothing was received"
         )
-
-
-class SourceRefusedError(TransportError):
-    """The receiver may not fetch versions from this address."""
-
-
-class AllowedSources:
-    """Decides from which addresses versions may be fetched. Thread-safe.
-
-    Args:
-        sources: The allowed networks (``10.0.0.0/8``), addresses and host names; ``None`` for all.
-        loopback_only: Whether only addresses of the loopback are allowed, even if ``sources`` has other entries.
-
-    Raises:
-        ConfigurationError: An entry is neither a network, nor an address, nor a host name.
-    """
-
-    def __init__(self, sources: Sequence[str] | None, *, loopback_only: bool) -> None:
-        if isinstance(sources, str) or not all(isinstance(each, str) for each in sources or ()):
-            raise ConfigurationError(f"expected a sequence of networks, addresses and names as sources, got {sources}")
-        self._loopback_only = loopback_only
-        self._networks: list[_Network] | None = None
-        self._names: list[str] = []
-        if sources is None:
-            return
-        self._networks = []
-        for source in sources:
-            try:
-                self._networks.append(ipaddress.ip_network(source, strict=False))
-            except ValueError:
-                if not source or "/" in source or not source.isprintable() or " " in source:
-                    raise ConfigurationError(
-                        f"expected a network, an address or a host name as one of the sources, got {source!r}"
-                    ) from None
-                self._names.append(source)
-
-    def choose(self, url: str, *, is_given_up: Callable[[], bool]) -> PeerAddress:
-        """Resolve a server's name, and return one of its allowed addresses that accepts connections.
-
-        The caller connects to the returned address, so a later look-up of the name cannot lead to another host. Blocks
-        for a few seconds at most.
-
-        Args:
-            url: URL of the server.
-            is_given_up: Returns whether the caller no longer needs the result.
-
-        Raises:
-            ConfigurationError: The URL is not that of a transport.
-            SourceRefusedError: No address of the server is allowed.
-            PeerUnreachableError: No allowed address accepts a connection, or the name cannot be resolved.
-        """
-        peer = PeerAddress.from_url(url)
-        found = _addresses_of(peer, is_given_up)
-        by_name = {
-            address
-            for name in self._names
-            for address in addresses_or_none(PeerAddress(host=name, port=peer.port), is_given_up)
-        }
-        allowed = [each for each in found if self._allows(each, by_name)]
-        if not allowed:
-            limits = "the loopback" if self._loopback_only else f"{[*map(str, self._networks or ()), *self._names]}"
-            raise SourceRefusedError(
-                f"expected a source within {limits}, got {[str(each) for each in found]}", peer=str(peer)
-            )
-        if peer.is_tls:
-            # With TLS the name is needed, and the certificate proves the host of a later look-up.
-            return peer
-        addresses = [PeerAddress(host=str(each), port=peer.port) for each in allowed]
-        return addresses[0] if len(addresses) == 1 else _first_that_answers(addresses, peer)
-
-    def _allows(self, address: IPAddress, by_name: set[IPAddress]) -> bool:
-        if self._loopback_only and not address.is_loopback:
-            return False
-        if self._networks is None:
-            return True
-        return address in by_name or any(address in network for network in self._networks)
-
-
-def addresses_or_none(peer: PeerAddress, is_given_up: Callable[[], bool] = lambda: False) -> list[IPAddress]:
-    """Return the addresses of a host; empty if the name cannot be resolved within a few seconds."""
-    with contextlib.suppress(PeerUnreachableError):
-        return _addresses_of(peer, is_given_up)
-    return []
-
-
-def _addresses_of(peer: PeerAddress, is_given_up: Callable[[], bool]) -> list[IPAddress]:
-    try:
-        found = look_up(peer, timeout_s=5.0, is_given_up=is_given_up)
-    except PeerUnreachableError:
-        raise
-    except OSError as error:
-        raise PeerUnreachableError(f"could not look up {peer.host!r}: {error}", peer=str(peer)) from error
-    addresses: dict[IPAddress, None] = {}
-    for *_, (host, *_rest) in found:
-        address = ipaddress.ip_address(str(host))
-        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-        addresses[mapped or address] = None
-    return list(addresses)[:8]
-
-
-def _first_that_answers(addresses: Sequence[PeerAddress], peer: PeerAddress) -> PeerAddress:
-    failures = []
-    for address in addresses:
-        started_s = time.monotonic()
-        try:
-            with socket.create_connection((address.host, address.port), timeout=3.0):
-                return address
-        except OSError as error:
-            failures.append(f"{address}: {type(error).__name__} after {time.monotonic() - started_s:.1f} s")
-    raise PeerUnreachableError(f"no address accepts a connection: {'; '.join(failures)}", peer=str(peer))

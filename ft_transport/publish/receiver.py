@@ -19,20 +19,13 @@ import torch
 from aiohttp import web
 
 from ft_transport.credentials import Keys, TLSFiles
-from ft_transport.errors import (
-    ConfigurationError,
-    DeadlineExceededError,
-    FetchFailedError,
-    PeerUnreachableError,
-    TransportError,
-    escape_peer_text,
-)
 from ft_transport.http.bind_address import advertised_url, bound_host, listen
 from ft_transport.http.peer_address import PeerAddress, socket_address
 from ft_transport.http.server.app_server import AppServer, slot_of
 from ft_transport.http.server.connection_slots import ConnectionSlots
 from ft_transport.http.server.logs import PeerLog
 from ft_transport.http.server.request_guard import REFUSAL, HostCheck
+from ft_transport.publish.allowed_sources import AllowedSources, addresses_or_none
 from ft_transport.publish.engines.pulling import (
     MAX_VERSION_DIGITS,
     REASONS,
@@ -43,15 +36,8 @@ from ft_transport.publish.engines.pulling import (
     Reason,
     reached_by,
 )
-from ft_transport.publish.order_queue import OrderQueue, OrderRefusedError
-from ft_transport.publish.received_weights import (
-    AllowedSources,
-    ReceivedWeights,
-    SourceRefusedError,
-    WeightsDifferError,
-    WeightsUnusableError,
-    addresses_or_none,
-)
+from ft_transport.publish.order_queue import OrderQueue
+from ft_transport.publish.received_weights import ReceivedWeights, log_failure
 from ft_transport.runtime.decoding import DECODE_ERRORS
 from ft_transport.runtime.signal_safe import SafeEnd
 from ft_transport.settings import check_duration
@@ -61,17 +47,6 @@ logger = logging.getLogger(__name__)
 _MAX_ORDERS: Final = 32
 _PATIENCE_S: Final = 10.0
 """Seconds after which the receiver cancels a slow fetch while another order waits."""
-_MAX_SHOWN_CHARACTERS: Final = 2000
-
-_REASONS: Final[Sequence[tuple[type[Exception], Reason]]] = (
-    (ConfigurationError, "malformed"),
-    (SourceRefusedError, "source_refused"),
-    (WeightsDifferError, "weights_differ"),
-    (WeightsUnusableError, "weights_unusable"),
-    (DeadlineExceededError, "too_slow"),
-    (PeerUnreachableError, "source_unreachable"),
-    (TransportError, "source_failed"),
-)
 _body_decoder: Final = msgspec.json.Decoder()
 
 
@@ -281,10 +256,7 @@ class _OrderServer:
         try:
             await self._queue.carry_out(order)
         except Exception as error:
-            reason = _reason_of(error)
-            is_own = reason in ("engine_failed", "weights_unusable") and not isinstance(error, TransportError)
-            text = escape_peer_text(f"{type(error).__name__}: {error}", max_characters=_MAX_SHOWN_CHARACTERS)
-            logger.warning("version %d could not be received: %s", order.version, text, exc_info=is_own)
+            reason = log_failure(order.version, error)
             if reason in ("malformed", "source_refused"):
                 self._log(reason, request)
         outcome = order.outcome(self._keys, version=self._received.version, reason=reason)
@@ -328,11 +300,3 @@ async def _close_after(
         raise
     response.force_close()
     return response
-
-
-def _reason_of(error: Exception) -> Reason:
-    if isinstance(error, OrderRefusedError):
-        return error.reason
-    if isinstance(error, FetchFailedError) and error.failures:
-        error = error.failures[-1] if isinstance(error.failures[-1], PeerUnreachableError) else error
-    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "engine_failed")

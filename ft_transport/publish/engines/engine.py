@@ -53,6 +53,21 @@ class Delivery:
     directory: Path
     address: Callable[[], Awaitable[str]] | None = None
 
+    async def source(self, engine: str) -> str:
+        """Begin to serve the version if necessary, and return the transport's URL.
+
+        Args:
+            engine: URL of the engine that will fetch the version, for the error.
+
+        Raises:
+            EngineRefusedError: The publisher has no transport.
+        """
+        if self.address is None:
+            raise EngineRefusedError(
+                "expected a publisher that serves versions; pass a transport to Publisher", peer=engine
+            )
+        return await self.address()
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:

@@ -96,11 +96,7 @@ class PullingEngine:
 
     async def deliver(self, connection: EngineConnection, delivery: Delivery) -> int:
         """Order the receiver to fetch a version, and wait for the outcome (`Engine.deliver`)."""
-        if delivery.address is None:
-            raise EngineRefusedError(
-                "expected a publisher that serves versions; pass a transport to Publisher", peer=self.url
-            )
-        address = await delivery.address()
+        address = await delivery.source(self.url)
         question = Question.of(self.url)
         _, challenge = await self._status(connection, question)
         order = Order(version=delivery.version, address=address, reached=question.reached, challenge=challenge)
