@@ -71,9 +71,10 @@ class Publisher:
         engine_timeout: Longest time for the delivery of a version to an engine, from the end of the engine's previous
             delivery.
         timeout: Longest time without a heartbeat of a rank during an export.
-        transport: Serves versions to engines that fetch them (`PullingEngine`); used only on rank 0. An engine that has
-            an earlier version fetches only the changed elements, if that takes fewer bytes than the changed chunks. The
-            metrics of the transport include this publisher. The publisher does not shut the transport down.
+        transport: Serves versions to engines that fetch them (`PullingEngine`, or `VLLMEngine` with ``pulls=True``);
+            used only on rank 0. An engine that has an earlier version fetches only the changed elements, if that takes
+            fewer bytes than the changed chunks. The metrics of the transport include this publisher. The publisher does
+            not shut the transport down.
         keep_for: How long the publisher keeps an adapter after it has published the next version. Choose a time longer
             than the longest request: engines may read the adapter during a request, and vLLM exits if the files are
             missing. The time does not apply to weights, which engines read only once.

@@ -59,6 +59,8 @@ REASONS: Final[Mapping[Reason, tuple[int, str]]] = {
     "weights_unusable": (500, "the engine has weights into which data cannot be received"),
     "engine_failed": (500, "the engine's own code or its device failed"),
     "closing": (503, "the receiver is being closed"),
+    "not_loaded": (500, "vLLM did not load the version: its names or shapes are not the model's, or a device failed"),
+    "session_open": (409, "a weight update of another publisher is already active"),
 }
 """The reasons for which a receiver refuses an order or fails to carry it out: HTTP status and meaning.
 

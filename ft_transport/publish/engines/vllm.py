@@ -4,7 +4,7 @@ Routes: https://docs.vllm.ai/en/latest/features/lora/ (``VLLM_ALLOW_RUNTIME_LORA
 https://docs.vllm.ai/en/latest/training/weight_transfer/ (``VLLM_SERVER_DEV_MODE=1``), as in
 vllm/entrypoints/serve/lora/api_router.py and vllm/entrypoints/rl/online/api_router.py (0.32). vLLM answers a
 successful load of an adapter with plain text. ``finish_weight_update`` sets ``weight_version`` when all workers are
-done (``AsyncLLM.finish_weight_update``).
+done (``AsyncLLM.finish_weight_update``). How workers fetch weights themselves is described in ``vllm_backend.py``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Final, Literal, TypeAlias
 
-from ft_transport.errors import EngineRefusedError
+from ft_transport.credentials import Keys
+from ft_transport.errors import ConfigurationError, EngineRefusedError
 from ft_transport.publish.engines.adapters import adapter_served, deliver_adapter
 from ft_transport.publish.engines.engine import (
+    LEFT_PAUSED,
     NO_ROUTE,
     Delivery,
     EngineConnection,
@@ -23,6 +25,7 @@ from ft_transport.publish.engines.engine import (
     confirmed_weight_version,
     weight_version,
 )
+from ft_transport.publish.engines.pulling import Order
 
 _ADVICE: Final = (
     "vLLM loads weights only if it was started with VLLM_SERVER_DEV_MODE=1; publish a LoRA adapter as a LoRAAdapter"
@@ -31,6 +34,8 @@ PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 _RESTART: Final = (
     "vLLM keeps data of an update that it has refused, and has refused the next update as well: restart this engine"
 )
+_BACKEND_ROUTE: Final = "/init_weight_transfer_engine"
+"""The only route that passes a request to the weight-transfer backend of every worker without a session."""
 _IS_OPEN: Final = "already active"
 """Part of vLLM's answer if an earlier weight update has not finished (``start_weight_update`` in gpu_worker.py)."""
 
@@ -48,6 +53,8 @@ class VLLMEngine:
         update_info: For a server with a custom weight-transfer backend that reads the version's directory: a function
             that returns the backend's ``update_info``. Default: vLLM itself reloads the weights from the directory.
         headers: HTTP headers of each request.
+        pulls: Whether the server's workers fetch weights from the publisher's transport, without a shared disk. For a
+            server with this package and ``--weight-transfer-config '{"backend": "ft_transport"}'``.
     """
 
     url: str
@@ -55,10 +62,15 @@ class VLLMEngine:
     pause: PauseMode = "keep"
     update_info: Callable[[Delivery], Mapping[str, object]] | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    pulls: bool = False
     adapter_features: ClassVar = frozenset({"use_rslora", "lora_embedding"})
+    _keys: Keys | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.pulls and self.update_info is not None:
+            raise ConfigurationError("expected pulls or update_info, got both: they belong to different backends")
         object.__setattr__(self, "url", checked_url(self.url))
+        object.__setattr__(self, "_keys", Keys.from_environment() if self.pulls else None)
 
     async def deliver(self, connection: EngineConnection, delivery: Delivery) -> int:
         """Load an adapter or weights (`Engine.deliver`)."""
@@ -94,10 +106,14 @@ class VLLMEngine:
             # A trainer that exited may have left the engine paused in the middle of an update.
             connection.link.is_left_paused = True
         was_left_paused = connection.link.is_left_paused
+        if self.pulls:
+            await self._fetch(connection, delivery)
         async with connection.resuming(lambda: connection.post("/resume")):
             await connection.pause("/pause", advice=_ADVICE, mode=self.pause, clear_cache="true")
             with connection.replacing(stays_paused=True):
-                if self.update_info is None:
+                if self.pulls:
+                    await self._load_fetched(connection, delivery.version)
+                elif self.update_info is None:
                     await self._reload(connection, delivery, is_repeated=was_left_paused)
                 else:
                     info = self.update_info(delivery)
@@ -117,6 +133,35 @@ class VLLMEngine:
                 # vLLM before 0.32 cannot report a version, but has answered each request with success.
                 return delivery.version
         return confirmed_weight_version(answer, delivery.version)
+
+    async def _fetch(self, connection: EngineConnection, delivery: Delivery) -> None:
+        """Wait until all workers have fetched the version. Until they load it, they serve the previous version."""
+        order = Order(version=delivery.version, address=await delivery.source(self.url))
+        request = {"init_info": {"version": order.version, **order.body(self._keys)}}
+        try:
+            try:
+                await connection.post(_BACKEND_ROUTE, request)
+            except EngineRefusedError as error:
+                if _IS_OPEN not in (error.body or ""):
+                    raise
+                # Another trainer, which has exited, began that update.
+                await connection.post("/finish_weight_update", {})
+                await connection.post(_BACKEND_ROUTE, request)
+        except EngineRefusedError as error:
+            if connection.link.is_left_paused:
+                error.body = f"{error.body}; {LEFT_PAUSED}"
+            raise
+
+    @staticmethod
+    async def _load_fetched(connection: EngineConnection, version: int) -> None:
+        """Make all workers load the version that they have fetched, in a session.
+
+        The requests of the session always succeed, so the last request asks for the outcome (`PullingBackend`).
+        """
+        await connection.post("/start_weight_update", {})
+        await connection.post("/update_weights", {"update_info": {"version": version}})
+        await connection.post("/finish_weight_update", {})
+        await connection.post(_BACKEND_ROUTE, {"init_info": {"version": version}})
 
     @staticmethod
     async def _reload(connection: EngineConnection, delivery: Delivery, *, is_repeated: bool) -> None:

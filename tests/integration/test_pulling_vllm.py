@@ -1,0 +1,186 @@
+"""Servers whose workers fetch what is published, with stand-ins for vLLM; ``tests/engines`` has the real one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_servers import serving
+from vllm_workers import PullingStandIn, Workers, backend_module
+
+from ft_transport import HTTPTransport, Publisher, PublishError, TransportSettings, VLLMEngine
+from ft_transport.credentials import Keys
+from ft_transport.errors import PeerUnreachableError
+from ft_transport.publish.engines.pulling import Order
+
+SOON = timedelta(seconds=60)
+Weights = dict[str, torch.Tensor]
+
+
+def weights_of(version: int) -> Weights:
+    chance = torch.Generator().manual_seed(version)
+    names = ["embed.weight", *(f"layers.{at}.{part}.weight" for at in range(3) for part in "qkv"), "head.weight"]
+    return {name: torch.randn(100, 100, generator=chance) for name in names}
+
+
+def same(model: Mapping[str, torch.Tensor] | None, weights: Weights) -> bool:
+    assert model is not None
+    return model.keys() == weights.keys() and all(torch.equal(model[name], weights[name]) for name in weights)
+
+
+@contextmanager
+def serving_workers(root: Path, num_workers: int = 2) -> Iterator[tuple[Publisher, PullingStandIn, Workers]]:
+    """A publisher and the server that it updates."""
+    with ExitStack() as stack:
+        module = stack.enter_context(backend_module(num_workers))
+        workers = Workers(module, weights_of(0), num_workers)
+        server = PullingStandIn(workers=workers)
+        stack.enter_context(serving(server))
+        transport: HTTPTransport[Any] = HTTPTransport(
+            settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
+        )
+        stack.callback(transport.shutdown)
+        engine = VLLMEngine(server.url, pulls=True)
+        publisher = stack.enter_context(Publisher([engine], root, transport=transport, poll_interval=None))
+        yield publisher, server, workers
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_each_version_is_in_all_workers_when_it_is_confirmed(tmp_path: Path, num_workers: int) -> None:
+    with serving_workers(tmp_path, num_workers) as (publisher, server, workers):
+        for version in (1, 2, 5):
+            publisher.publish(version, weights_of(version)).result(SOON)
+            assert server.weight_version == str(version)
+            assert all(same(model.weights, weights_of(version)) for model in workers.models)
+            assert not server.is_paused
+    routes = [route for route in server.routes if "GET" not in route]
+    update = ["/init_weight_transfer_engine", "/pause", "/start_weight_update", "/update_weights"]
+    update += ["/finish_weight_update", "/init_weight_transfer_engine", "/reset_prefix_cache"]
+    update += ["/update_weight_version", "/resume"]
+    assert routes == [f"POST {route}" for route in update] * 3
+
+
+def test_a_small_change_costs_a_small_fetch(tmp_path: Path) -> None:
+    weights = weights_of(1)
+    with serving_workers(tmp_path) as (publisher, _server, workers):
+        publisher.publish(1, weights).result(SOON)
+        weights["layers.1.k.weight"][5, 5] += 1
+        publisher.publish(2, weights).result(SOON)
+        publisher.publish(3, weights).result(SOON)
+        for model, backend in zip(workers.models, workers.backends, strict=True):
+            assert same(model.weights, weights)
+            assert model.loads == [list(weights)] * 3
+            assert backend._received.num_bytes_fetched < 2000
+            # Another process, or vLLM's sleep, replaces weights without a call of the backend.
+            model.weights["layers.0.q.weight"].zero_()
+        del weights["embed.weight"]
+        weights["head.weight"][0] += 1
+        publisher.publish(4, weights, missing_ok=True).result(SOON)
+        for model in workers.models:
+            assert model.weights is not None
+            assert same({name: model.weights[name] for name in weights}, weights)
+
+
+def test_a_source_that_is_gone_leaves_the_version_before_and_the_server_is_never_paused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving_workers(tmp_path) as (publisher, server, workers):
+        publisher.publish(1, weights_of(1)).result(SOON)
+        fetch = workers.backends[0]._received.fetch
+
+        def failing(*_: object) -> None:
+            raise PeerUnreachableError("expected\nan answer", peer="http://127.0.0.1:9")
+
+        workers.backends[0]._received.fetch = failing
+        server.routes.clear()
+        with pytest.raises(PublishError, match=r"cannot reach the publisher's transport \(source_unreachable\)"):
+            publisher.publish(2, weights_of(2)).result(SOON)
+        assert "POST /pause" not in server.routes
+        assert server.weight_version == "1"
+        assert all(same(model.weights, weights_of(1)) for model in workers.models)
+        assert r"version 2 could not be received: PeerUnreachableError: expected\nan answer" in caplog.text
+        workers.backends[0]._received.fetch = fetch
+        publisher.publish(3, weights_of(3)).result(SOON)
+        assert all(same(model.weights, weights_of(3)) for model in workers.models)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_load_that_fails_in_one_worker_leaves_it_paused_and_the_next_is_whole(
+    tmp_path: Path, rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving_workers(tmp_path) as (publisher, server, workers):
+        publisher.publish(1, weights_of(1)).result(SOON)
+        workers.models[rank].failure = KeyError("of\na \x1b[31mtensor")
+        with pytest.raises(PublishError, match=r"\(not_loaded\).*stays paused"):
+            publisher.publish(2, weights_of(2)).result(SOON)
+        assert server.is_paused
+        assert server.weight_version == "1"
+        assert all(model.weights is not None for model in workers.models), "parameters have no memory"
+        assert re.search(r"version 2 could not be loaded: KeyError: .*of\\+na", caplog.text)
+        assert "\x1b" not in caplog.text
+        publisher.publish(3, weights_of(2)).result(SOON)
+        assert all(same(model.weights, weights_of(2)) for model in workers.models)
+        assert not server.is_paused
+
+
+def test_an_update_that_another_trainer_has_begun_is_ended_first(tmp_path: Path) -> None:
+    with serving_workers(tmp_path) as (publisher, server, workers):
+        publisher.publish(1, weights_of(1)).result(SOON)
+        server.is_paused = True
+        workers.call("start")
+        publisher.publish(2, weights_of(2)).result(SOON)
+        assert all(same(model.weights, weights_of(2)) for model in workers.models)
+        assert not server.is_paused
+
+
+def test_a_version_that_cannot_be_fetched_leaves_a_paused_server_paused_and_the_report_says_so(tmp_path: Path) -> None:
+    with serving_workers(tmp_path) as (publisher, server, workers):
+        server.is_paused = True
+        for backend in workers.backends:
+            backend._received._timeout = timedelta(0)
+        with pytest.raises(PublishError, match=r"\(too_slow\).*stays paused"):
+            publisher.publish(1, weights_of(1)).result(SOON)
+        assert server.is_paused
+
+
+def test_with_a_token_only_its_publishers_are_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FT_TRANSPORT_TOKEN", "secret-of-the-job")
+    with serving_workers(tmp_path) as (publisher, _server, workers):
+        publisher.publish(1, weights_of(1)).result(SOON)
+        assert all(same(model.weights, weights_of(1)) for model in workers.models)
+        order = Order(version=1, address="http://127.0.0.1:9/checkpoint/")
+        for keys in (None, Keys.of("another-secret-of-a-job")):
+            with pytest.raises(RuntimeError, match="unproved"):
+                workers.call("init", {"version": 1, **order.body(keys)})
+        with pytest.raises(RuntimeError, match="engine_failed"):
+            workers.call("init", {"version": 1, "address": "http://\ud800", "signature": "0:0"})
+        publisher.publish(2, weights_of(2)).result(SOON)
+
+
+def test_a_version_is_fetched_again_after_a_shutdown_of_the_backend(tmp_path: Path) -> None:
+    with serving_workers(tmp_path) as (publisher, _server, workers):
+        publisher.publish(1, weights_of(1)).result(SOON)
+        for backend in workers.backends:
+            backend.shutdown()
+            assert not backend._received.tensors
+        publisher.publish(2, weights_of(1)).result(SOON)
+        assert [len(model.loads) for model in workers.models] == [2, 2]
+        assert all(same(model.weights, weights_of(1)) for model in workers.models)
+
+
+def test_a_publisher_without_a_transport_is_refused(tmp_path: Path) -> None:
+    with backend_module(1) as module:
+        server = PullingStandIn(workers=Workers(module, weights_of(0)))
+        with (
+            serving(server),
+            Publisher([VLLMEngine(server.url, pulls=True)], tmp_path) as publisher,
+            pytest.raises(PublishError, match="pass a transport to Publisher"),
+        ):
+            publisher.publish(1, weights_of(1)).result(SOON)
+        assert not server.is_paused
