@@ -11,7 +11,10 @@ import torch
 if TYPE_CHECKING:
     from vllm_server import TinyLlama
 
-_TESTS = {"vllm": ("vllm", "restarted_vllm", "weight_transfer", "skyrl"), "sglang": ("sglang", "sglang_effect")}
+_TESTS = {
+    "vllm": ("vllm", "restarted_vllm", "vllm_pulls", "weight_transfer", "skyrl"),
+    "sglang": ("sglang", "sglang_effect"),
+}
 
 collect_ignore = [
     f"test_{name}.py" for engine, names in _TESTS.items() if importlib.util.find_spec(engine) is None for name in names

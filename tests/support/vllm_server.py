@@ -106,6 +106,17 @@ class TinyLlama:
         self._set_bases()
         return dict(self._model.state_dict())
 
+    def step(self, version: int) -> dict[str, torch.Tensor]:
+        """Changes a few elements of every matrix, by enough to change what it answers."""
+        generator = torch.Generator().manual_seed(version)
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                if "norm" not in name:
+                    chosen = torch.randint(parameter.numel(), (parameter.numel() // 200,), generator=generator)
+                    parameter.view(-1)[chosen] = 2 * torch.randn(len(chosen), generator=generator)
+        self._set_bases()
+        return dict(self._model.state_dict())
+
     def expected(self, *, is_adapted: bool) -> list[list[int]]:
         """The tokens that Hugging Face's code answers to `PROMPTS` with the present adapter, or weights."""
         model = self.adapted if is_adapted else self._model
@@ -214,6 +225,7 @@ def vllm_server(
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several workers, whatever the number of cores
         "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": "1",
     }

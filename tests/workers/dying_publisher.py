@@ -1,8 +1,8 @@
 """A trainer that is killed while it publishes: before or after its Nth request to the engine.
 
-Usage: ``dying_publisher.py ROOT URL VERSION before|after N WEIGHTS reload|transfer|sglang``: publishes what the
-safetensors file WEIGHTS has, for vLLM itself, for ``directory_backend.py`` or to SGLang, and prints the routes that it
-came to.
+Usage: ``dying_publisher.py ROOT URL VERSION before|after N WEIGHTS reload|transfer|pull|sglang``: publishes what
+the safetensors file WEIGHTS has, for vLLM itself, for ``directory_backend.py``, to vLLM's workers that fetch it or to
+SGLang, and prints the routes that it came to.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from ft_transport import Engine, Publisher, SGLangEngine, VLLMEngine
+from ft_transport import Engine, HTTPTransport, Publisher, SGLangEngine, TransportSettings, VLLMEngine
 from ft_transport.publish.engines.engine import EngineConnection
 
 
@@ -23,6 +23,10 @@ def main() -> None:
     engine: Engine = SGLangEngine(url) if way == "sglang" else VLLMEngine(url)
     if way == "transfer":
         engine = VLLMEngine(url, update_info=lambda delivery: {"directory": str(delivery.directory)})
+    transport: HTTPTransport[Any] | None = None
+    if way == "pull":
+        engine = VLLMEngine(url, pulls=True)
+        transport = HTTPTransport(settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1"))
     request = EngineConnection._request
     num_requests = 0
 
@@ -38,8 +42,10 @@ def main() -> None:
         return answer
 
     EngineConnection._request = dying  # type: ignore[method-assign]
-    with Publisher([engine], root) as publisher:
+    with Publisher([engine], root, transport=transport) as publisher:
         publisher.publish(int(version), load_file(weights)).result()
+    if transport is not None:
+        transport.shutdown()
 
 
 if __name__ == "__main__":
