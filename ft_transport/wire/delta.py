@@ -188,7 +188,10 @@ def encode_delta(version: int, base: int, pairs: Sequence[TensorPair]) -> bytes 
     most = sum(len(pair.new) for pair in pairs) // _MAX_SHARE
     num_changed_bytes = num_encoded_bytes = 0
     for pair in pairs:
-        positions, bits, num_bytes = _differences(pair)
+        found = _differences(pair, (most - num_encoded_bytes) // (1 + pair.item_bytes))
+        if found is None:
+            return None
+        positions, bits, num_bytes = found
         num_changed_bytes += num_bytes
         tensors.append(DeltaTensor(pair.name, len(pair.new), pair.item_bytes, len(positions), digest(pair.new.data)))
         if not len(positions):
@@ -200,8 +203,6 @@ def encode_delta(version: int, base: int, pairs: Sequence[TensorPair]) -> bytes 
         for at in range(pair.item_bytes):
             planes[at].append(np.ascontiguousarray(of_bytes[:, at]))
         num_encoded_bytes += len(positions) * (1 + pair.item_bytes)
-        if num_encoded_bytes > most:
-            return None
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
     streams: list[list[Any]] = [near, far, *(plane for plane in planes if plane)]
     frames = [compressor.compress(np.concatenate(stream).data if stream else b"") for stream in streams]
@@ -291,8 +292,11 @@ def _decoded_bytes(tensors: Iterable[DeltaTensor], num_far: int) -> int:
     return of_changes + num_far * _WORD.itemsize
 
 
-def _differences(pair: TensorPair) -> tuple[npt.NDArray[np.int64], Elements, int]:
-    """Return positions and XOR of the differing elements, and the total size of the 1 MiB blocks that contain them."""
+def _differences(pair: TensorPair, max_changed: int) -> tuple[npt.NDArray[np.int64], Elements, int] | None:
+    """Return positions and XOR of the differing elements, and the total size of the 1 MiB blocks that contain them.
+
+    Returns ``None`` as soon as more than ``max_changed`` elements differ.
+    """
     if len(pair.base) != len(pair.new) or pair.item_bytes not in _ITEM_BYTES or len(pair.new) % pair.item_bytes:
         raise ValueError(f"expected two versions of equal size, with elements of 1, 2, 4 or 8 bytes, got {pair!r:.200}")
     kind = f"<u{pair.item_bytes}"
@@ -313,11 +317,16 @@ def _differences(pair: TensorPair) -> tuple[npt.NDArray[np.int64], Elements, int
         if len(words):
             elements = both[words].view(kind)
             at = elements.nonzero()[0]
+            max_changed -= len(at)
+            if max_changed < 0:
+                return None
             positions.append((words[at // per_word] + start) * per_word + at % per_word)
             bits.append(elements[at])
             num_bytes += size * _WORD.itemsize
     tail = pair.base[in_words:].view(kind) ^ pair.new[in_words:].view(kind)
     at = tail.nonzero()[0]
+    if len(at) > max_changed:
+        return None
     positions.append(at + len(new) * per_word)
     bits.append(tail[at])
     return np.concatenate(positions), np.concatenate(bits), num_bytes + len(at) * pair.item_bytes
