@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final
 
 _NAME: Final = "manager"
 _HOME: Final = Path(__file__).parents[1] / _NAME
-_UNUSED: Final = "manager.demo"
+_UNUSED: Final = ("manager.demo", "manager.integrations")
+"""Not loaded: the adapters would load their frameworks, which may be missing."""
 
 
 def _load() -> ModuleType:

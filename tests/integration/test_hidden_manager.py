@@ -20,6 +20,7 @@ import ft_transport.manager, manager, torch
 
 assert manager.__file__ == {file!r}, manager.__file__
 assert manager.mine == 1
+assert not [name for name in sys.modules if name.startswith("manager.integrations.")], "their frameworks may be missing"
 assert ft_transport.manager.Manager is Manager and "Manager" in dir(ft_transport.manager)
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
