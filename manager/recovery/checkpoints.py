@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
@@ -138,6 +138,13 @@ class Checkpoints:
             taken = SafeFuture()
             taken.set_exception(error)
         return await_lease
+
+    def newest(self) -> int:
+        """Return the step of the newest checkpoint, also of another program; 0 if there is none."""
+        of_dcp: DCPCheckpoint | None = None
+        with suppress(TransportError):  # `resume` raises the error, unless there is a kept state
+            of_dcp = self.store.newer_of_dcp()
+        return of_dcp.step if of_dcp is not None else self.store.latest() or 0
 
     def resume(self, keys: ResumeKeys = "same") -> Recovery | None:
         """Load the newest checkpoint; the argument is that of `StateManager.resume`."""

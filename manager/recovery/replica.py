@@ -246,8 +246,7 @@ class Replica:
         if keeping is None:
             return self.required_checkpoints().resume(keys)
         ranks = keeping.agreement()
-        newest = checkpoints.store.latest() if checkpoints is not None else None
-        resumed = keeping.resume(ranks, at_least=newest if newest is not None else 0)
+        resumed = keeping.resume(ranks, at_least=checkpoints.newest() if checkpoints is not None else 0)
         if resumed is None and checkpoints is not None:
             try:
                 resumed = checkpoints.resume(keys)

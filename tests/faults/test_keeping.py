@@ -203,6 +203,19 @@ def test_the_newer_of_a_kept_state_and_a_checkpoint_is_loaded(kept: Kept, tmp_pa
     assert kept.start(16, 2, **store).ask("resume()")[2] == HERE
 
 
+def test_a_newer_checkpoint_of_another_program_is_loaded_in_place_of_a_kept_state(kept: Kept, tmp_path: Path) -> None:
+    store = {"KEEPING_STORE": str(tmp_path / "store")}
+    trainer = kept.start(**store)
+    trainer.ask("train(2)")
+    saved = "{'model': model.state_dict(), 'optimizer': optimizer.state_dict()}"
+    path = str(tmp_path / "store" / "step-9")
+    trainer.run(f"import torch.distributed.checkpoint as dcp; dcp.save({saved}, checkpoint_id={path!r}, no_dist=True)")
+    trainer.kill()
+    step, _, source, _ = kept.start(**store).ask("resume()")
+    assert step == 9
+    assert "torch.distributed.checkpoint" in source
+
+
 def test_a_checkpoint_is_loaded_where_all_kept_states_are_damaged(kept: Kept, tmp_path: Path) -> None:
     store = {"KEEPING_STORE": str(tmp_path / "store")}
     trainer = kept.start(**store)
