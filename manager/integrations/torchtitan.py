@@ -27,8 +27,8 @@ class FaultTolerantCheckpointer(CheckpointManager):
 
     A manager keeps, saves and loads the state: weights, optimizers, schedulers, the trainer's counters, and for each
     rank the place in the data and the random generators. Checkpoints of torchtitan in the same folder are loaded too.
-    The initial load (``initial_load_path``) and the export after the last step (``last_save_model_only``) are those of
-    torchtitan. ``async_mode`` has no effect: saves are always asynchronous.
+    The initial load (``initial_load_path``), the seed checkpoint and the export after the last step
+    (``last_save_model_only``) are those of torchtitan. ``async_mode`` has no effect: saves are always asynchronous.
 
     Attributes:
         manager: The manager. Register further state with it before training.
@@ -36,7 +36,8 @@ class FaultTolerantCheckpointer(CheckpointManager):
 
     Raises:
         ConfigurationError: The trainer uses pipeline parallelism, excludes other states than the data loader from
-            loading, or has replicas and is not that of ``manager.integrations.torchtitan_replicas``.
+            loading, or has replicas and either is not that of ``manager.integrations.torchtitan_replicas`` or sets
+            ``enable_first_step_checkpoint``.
         ManagerError: ``handle_preemption`` was set, and this is not the main thread.
     """
 
@@ -61,6 +62,8 @@ class FaultTolerantCheckpointer(CheckpointManager):
             return
         self._trainer: Trainer = parts["states"]["train_state"]
         self.place = DataPlace(parts[_DATA], is_excluded=_DATA in config.exclude_from_loading)
+        if self._replica is not None and config.enable_first_step_checkpoint:
+            raise ConfigurationError("expected enable_first_step_checkpoint=False with replicas, got True")
         if others := [name for name in config.exclude_from_loading if name != _DATA]:
             raise ConfigurationError(f"expected only {_DATA!r} in exclude_from_loading, got {', '.join(others)}")
         if self._replica is not None:
@@ -95,47 +98,76 @@ class FaultTolerantCheckpointer(CheckpointManager):
             raise ConfigurationError(
                 f"expected load_step=-1, got {step}: move the directories of later steps away to load an earlier one"
             )
+        replica = self._replica
         recovery = None
         try:
-            recovery = self.manager.resume()
+            recovery = self.manager.resume() if self._store is not None else None
         except RegistryError:
             # torchtitan saves the parameters of fused layers under other names.
-            if self._store.newer_of_dcp() is None:
+            theirs = self._store.newer_of_dcp()
+            if theirs is None:
                 raise
-        if recovery is None:
-            with self.manager.writing("loading a checkpoint of torchtitan"):
-                is_loaded: bool = super()._load()
-            self.manager.load_state_dict({"step": self._trainer.step})
-        else:
-            is_loaded = True
-            knows_place = self._replica is not None and self._replica.knows_place()
-            if not self.place.is_loaded and not knows_place:
+            if not any(name.startswith("optimizer.") for name in theirs.tensors):
                 raise ConfigurationError(
-                    f"expected the place in the data after step {recovery.step}, got a state of other ranks; pass "
-                    f"exclude_from_loading=[{_DATA!r}] to begin the data again"
-                )
-        if self._replica is None:
-            self.manager.start_step(self._trainer.step)
-        else:
-            self._replica.progress.end_load()
+                    f"expected a checkpoint to resume from, got {theirs.path}, the export of a model: the run is over; "
+                    "to train on, move the export away, or use it as initial_load_path with another folder"
+                ) from None
+        is_loaded = True
+        if recovery is None:
+            if replica is not None:
+                self.states["optimizer"].init_cache_state_dict()
+            with self.manager.writing("loading a checkpoint of torchtitan"):
+                is_loaded = super()._load()
+            if replica is None or replica.counts_commits:
+                self.manager.load_state_dict({"step": self._trainer.step})
+        step = self._trainer.step
+        has_place = self.place.is_loaded or (recovery is None and replica is None)
+        if step and not has_place and not (replica is not None and replica.knows_place()):
+            raise ConfigurationError(
+                f"expected the place in the data after step {step}, got a state of other ranks; pass "
+                f"exclude_from_loading=[{_DATA!r}] to begin the data again"
+            )
+        if replica is None:
+            self.manager.start_step(step)
+        is_over = recovery is not None and step >= self._trainer.config.training.steps
+        if is_over and not self.load_only and self._store.latest() != step:
+            # The run ended after its last step, and before the export was complete.
+            self._end(step, is_exporter=replica is None or replica.replica_id == 0)
         return is_loaded
+
+    def _states_to_load(self, model_only: bool) -> dict[str, Any]:
+        states: dict[str, Any] = super()._states_to_load(model_only)
+        if self._replica is not None:
+            states.pop(_DATA, None)  # the data of another replica
+        return states
 
     @torch.no_grad()
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """Begin the next step with the manager, and save if it is time. Replicas begin their steps themselves."""
-        is_due = self._should_save(curr_step, last_step)
-        is_export = is_due and last_step and (self.last_save_model_only or self._replica is not None)
         if self._replica is None:
             self.manager.start_step(curr_step)
-            if is_due and not is_export:
-                self.manager.save(wait=last_step)
-        elif not is_export or self._replica.manager.participating_rank() != 0:
+        if not self._should_save(curr_step, last_step):
             return False
-        if is_export:
-            if self._replica is not None:
-                self.states["optimizer"].init_cache_state_dict()
-            self._save_last_step(curr_step)
-        return is_due
+        if last_step:
+            return self._end(
+                curr_step, is_exporter=self._replica is None or self._replica.manager.participating_rank() == 0
+            )
+        if self._replica is None:
+            self.manager.save(overwrite=True)
+        return self._replica is None
+
+    @torch.no_grad()
+    def _end(self, step: int, *, is_exporter: bool) -> bool:
+        """Export the model, or save the whole state of the last step."""
+        if not is_exporter:
+            return False
+        if self._replica is None and not self.last_save_model_only and step > 0:
+            self.manager.save(wait=True, overwrite=True)
+            return True
+        if self._replica is not None:
+            self.states["optimizer"].init_cache_state_dict()
+        self._save_last_step(step)
+        return True
 
     def _close(self) -> None:
         self.manager.shutdown()

@@ -35,6 +35,9 @@ class FaultTolerantTrainer(TorchFTTrainer):
     Without ``semi_sync_method``, a step that was not committed is repeated with the same batches, and a replica that
     comes back continues with the batch after its last committed step. So no sample is lost or repeated.
 
+    With ``semi_sync_method``, replicas heal from each other. No checkpoint is saved or resumed; only the export after
+    the last step is written.
+
     Raises:
         ConfigurationError: There are replicas, and the checkpointer or the optimizers are not those for replicas.
     """
@@ -85,10 +88,10 @@ class FaultTolerantTrainer(TorchFTTrainer):
             return
         self.step, self.ntokens_seen = step, replica.batches.num_tokens_before
         replica.batches.repeat()
-        # Two steps back and one forward: only a step sets the learning rates of the optimizers.
-        last = self.lr_schedulers.state_dict()["last_epoch"]
-        self.lr_schedulers.load_state_dict({"last_epoch": last - 2})
-        self.lr_schedulers.step()
+        self.lr_schedulers.load_state_dict({"last_epoch": self.lr_schedulers.state_dict()["last_epoch"] - 1})
+        for scheduler in self.lr_schedulers.schedulers:
+            for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
 
     def close(self) -> None:
         """Leave the job."""
@@ -102,7 +105,8 @@ class _Replica(TorchFTManager):
 
     Attributes:
         counts_commits: Whether the replicas form a quorum in every step, so that the trainer's steps are commits.
-        store: The store of the checkpoints; ``None`` if they are disabled. Replica 0 saves, the others only load.
+        store: The store of the checkpoints, of which replica 0 saves all; ``None`` if they are disabled, or with
+            ``semi_sync_method``: torchtitan creates its state after it has loaded a checkpoint.
         batches: The batches of this replica.
         progress: The trainer's counters, as registered state.
     """
@@ -121,10 +125,11 @@ class _Replica(TorchFTManager):
         self.group_size, self.replica_id = settings.group_size, settings.replica_id
         self.counts_commits = self.use_async_quorum = settings.semi_sync_method is None
         name = f"torchtitan_ft_{settings.replica_id}"
-        self.batches = _Batches(name, settings.group_size)
+        self.batches = _Batches(name)
         self.progress = _Progress(trainer, self.batches, counts_commits=self.counts_commits)
-        is_saver = checkpoint.enable and not checkpoint.load_only and settings.replica_id == 0
-        self.store = store_of(checkpoint, config.dump_folder, read_only=not is_saver) if checkpoint.enable else None
+        has_states = checkpoint.enable and self.counts_commits
+        is_saver = has_states and not checkpoint.load_only and settings.replica_id == 0
+        self.store = store_of(checkpoint, config.dump_folder, read_only=not is_saver) if has_states else None
         self._manager = Manager(
             pg=groups[settings.process_group](timeout=timedelta(milliseconds=settings.process_group_timeout_ms)),
             min_replica_size=settings.min_replica_size,
@@ -132,7 +137,7 @@ class _Replica(TorchFTManager):
             replica_id=name,
             checkpoint_store=self.store,
             save_every=checkpoint.interval if is_saver else None,
-            keep_every=(checkpoint.keep_interval or None) if checkpoint.enable else None,
+            keep_every=(checkpoint.keep_interval or None) if has_states else None,
         )
         if self.use_async_quorum:
             self.replicate_pg = ManagedProcessGroup(self._manager)
@@ -140,7 +145,7 @@ class _Replica(TorchFTManager):
 
     def knows_place(self) -> bool:
         """Return whether the loaded state says which batches this replica has trained."""
-        return bool(self.batches.num_steps) or not self.counts_commits
+        return bool(self.batches.num_steps)
 
     def members(self) -> list[str]:
         """Return the names of the replicas that contribute to the present step."""
@@ -164,36 +169,37 @@ class _Replica(TorchFTManager):
 class _Progress:
     """The trainer's counters, as of the step boundary.
 
-    A quorum forms within a step of torchtitan: before its batches are drawn, or, with ``semi_sync_method``, after its
-    optimizer has stepped and before its scheduler has.
+    A quorum in every step forms after the trainer has counted the step, and before it draws the batches.
     """
 
     def __init__(self, trainer: FaultTolerantTrainer, batches: _Batches, *, counts_commits: bool) -> None:
         self._trainer = trainer
         self._batches = batches
         self._counts_commits = counts_commits
-        self._is_scheduler_due = False
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = dict(self._trainer.state_dict())
         if not self._counts_commits:
-            return {**state, "is_scheduler_due": self._is_scheduler_due or self._trainer.is_in_step}
+            return state
         state["step"] -= self._trainer.is_in_step
-        return {**state, "num_steps": dict(self._batches.num_steps), "group_size": self._batches.group_size}
+        return {**state, "num_steps": dict(self._batches.num_steps), "division": self._division()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        if (size := saved.get("group_size", self._batches.group_size)) != self._batches.group_size:
-            raise ConfigurationError(f"expected a group_size of {size}, as in the loaded state: it divides the data")
+        division = saved.get("division", self._division())
+        if division != self._division() and not self._batches.is_excluded:
+            raise ConfigurationError(
+                f"expected the division of the data of the loaded state, {division}, got {self._division()}; pass "
+                "exclude_from_loading=['dataloader'] to begin the data again"
+            )
         self._batches.num_steps = dict(saved.get("num_steps", {}))
-        self._is_scheduler_due = not self._trainer.is_in_step and bool(saved.get("is_scheduler_due"))
         step = saved["step"] + (self._counts_commits and self._trainer.is_in_step)
         self._trainer.load_state_dict({**saved, "step": step})
 
-    def end_load(self) -> None:
-        """Make up for the step of the scheduler that the loaded state lacks."""
-        if self._is_scheduler_due:
-            self._is_scheduler_due = False
-            self._trainer.lr_schedulers.step()
+    def _division(self) -> str:
+        trainer = self._trainer
+        ranks = getattr(trainer.dataloader, "dp_world_size", trainer.ft_manager.group_size)
+        batch = f"{trainer.config.training.local_batch_size} samples"
+        return f"{ranks} ranks x {trainer.gradient_accumulation_steps} batches x {batch}"
 
 
 class _Batches:
@@ -202,13 +208,11 @@ class _Batches:
     Attributes:
         num_steps: By replica, the number of committed steps to which it has contributed. The numbers are replicated, so
             that a replica that comes back knows its next batch.
-        group_size: Number of replicas among which the data is divided.
         num_tokens_before: The trainer's ``ntokens_seen`` before the present step.
     """
 
-    def __init__(self, own_name: str, group_size: int) -> None:
+    def __init__(self, own_name: str) -> None:
         self._own_name = own_name
-        self.group_size = group_size
         self.num_steps: dict[str, int] = {}
         self.num_tokens_before = 0
         self._place: DataPlace | None = None
@@ -216,6 +220,11 @@ class _Batches:
         self._before: dict[str, Any] | None = None
         self._again: deque[Batch] = deque()
         self._drawn: list[Batch] = []
+
+    @property
+    def is_excluded(self) -> bool:
+        """Whether the data begins again, whatever has been trained."""
+        return self._place is not None and self._place.is_excluded
 
     def of_place(self, place: DataPlace) -> _Batches:
         """Set the place in the data of which this object is the registered state; return this object."""
@@ -271,11 +280,12 @@ class _Batches:
         if missing < 0:
             raise ConfigurationError(
                 f"expected a place in the data of at most step {self._num_drawn + missing} of this replica, got "
-                f"{self._num_drawn}: its own state is newer than that of the other replicas"
+                f"{self._num_drawn}: its kept state is newer than that of the other replicas; drop it, with "
+                "`ft-transport keepers --end` on this host, and start again"
             )
         self._num_drawn += missing
         if self._place is not None and self._place.is_excluded:
-            self._place.is_excluded = False
+            self._place.is_excluded = False  # the next heal of this process counts
         elif missing:
             logger.info("%s: skips the batches of %d steps that it has trained", self._own_name, missing)
             for _ in range(missing * num_per_step):

@@ -26,9 +26,10 @@ _NUM_RANKS = 2
 
 @dataclass
 class Outcome:
-    """What the processes of a run printed: the losses of each rank by step, and how each rank ended."""
+    """What the processes of a run printed: losses of each rank and learning rates by step, and how each rank ended."""
 
     losses: dict[tuple[str, int], set[tuple[float, float]]] = field(default_factory=lambda: defaultdict(set))
+    rates: dict[int, set[float]] = field(default_factory=lambda: defaultdict(set))
     ends: dict[str, dict[str, Any]] = field(default_factory=dict)
     num_steps: int = 0
 
@@ -39,6 +40,7 @@ class Outcome:
             said = json.loads(printed)
             if said["kind"] == "step":
                 outcome.num_steps += 1
+                outcome.rates[said["step"]].add(said["extra"].get("lr", 0.0))
                 outcome.losses[said["rank"], said["step"]].add((said["loss"], said["grad_norm"]))
             elif said["kind"] == "end":
                 outcome.ends[said["rank"]] = said
@@ -114,6 +116,47 @@ def test_a_preempted_run_and_a_checkpoint_of_torchtitan_are_continued(address: s
     assert outcome.ends == whole.ends
     assert min(step for _, step in outcome.losses) == 5
     assert all(losses == whole.losses[key] for key, losses in outcome.losses.items())
+
+
+def test_a_run_that_ended_before_its_export_writes_it_and_then_says_that_it_is_over(
+    address: str, tmp_path: Path
+) -> None:
+    with example_replicas(str(WORKER), address) as runs:
+        arguments = ("--steps", "4", "--folder", str(tmp_path), "--save-every", "50", "--keep-every", "2")
+        (rank,) = runs.start("fails", *arguments, environment={"NO_EXPORT": "1"})
+        assert rank.process.wait(_TIMEOUT_S) == 1
+        assert not list(tmp_path.glob("checkpoint/step-*/.metadata"))
+        (rank,) = runs.start("again", *arguments, environment={})
+        assert rank.process.wait(_TIMEOUT_S) == 0, rank.log.read_text()
+        assert Outcome.of(runs.starts["again"]).num_steps == 0
+        assert (tmp_path / "checkpoint" / "step-4" / ".metadata").exists()
+        (rank,) = runs.start("over", *arguments, environment={})
+        assert rank.process.wait(_TIMEOUT_S) == 1
+        assert "the run is over" in rank.log.read_text()
+
+
+def test_replicas_with_another_division_of_the_data_are_refused(address: str, tmp_path: Path) -> None:
+    with example_replicas(str(WORKER), address) as runs:
+        arguments = ("--folder", str(tmp_path), "--save-every", "2", "--replicas", "2")
+        (first,) = runs.start("0", *arguments, "--steps", "50", environment={})
+        runs.wait_for_lines([first], 9, _TIMEOUT_S)
+        runs.kill("0")
+        for rank in runs.start("0", *arguments, "--steps", "60", environment={}, num_ranks=2):
+            assert rank.process.wait(_TIMEOUT_S) == 1
+            assert "expected the division of the data of the loaded state" in rank.log.read_text()
+
+
+@pytest.mark.parametrize("warmup", ["0", "2"])
+def test_a_step_that_was_not_committed_is_repeated_with_its_rate(address: str, tmp_path: Path, warmup: str) -> None:
+    with example_replicas(str(WORKER), address) as runs:
+        for failing in ("", "--fail-first"):
+            folder = ("--folder", str(tmp_path / f"out{failing}"), "--replicas", "2", "--warmup", warmup)
+            (rank,) = runs.start("0", *folder, "--steps", "4", *failing.split(), environment={})
+            assert rank.process.wait(_TIMEOUT_S) == 0, rank.log.read_text()
+        whole, failed = (Outcome.of([ranks]) for ranks in runs.starts["0"])
+    assert failed.ends == whole.ends
+    assert failed.num_steps == whole.num_steps + 1
+    assert failed.rates == whole.rates
 
 
 @pytest.mark.parametrize("num_kills", [3, pytest.param(20, marks=pytest.mark.long)])

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,14 @@ class PrintedMetrics(MetricsProcessor):
 class PrintedLoader(train_torchtitan.RandomTokenLoader):
     """Random tokens, of which it prints the first one of each batch."""
 
+    before_first: Callable[[], None] = staticmethod(lambda: None)
+
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):
         """The settings of torchtitan's data loader."""
 
     def __iter__(self) -> Iterator[Any]:
+        self.before_first()
         for inputs, labels in super().__iter__():
             say("batch", tokens=inputs["input"][:, 0].tolist())
             yield inputs, labels
@@ -64,6 +67,8 @@ def main() -> None:
     parser.add_argument("--theirs", action="store_true", help="with --plain: save with torchtitan's checkpointer")
     parser.add_argument("--stop-after", type=int, help="end after this step, as if killed")
     parser.add_argument("--preemption", action="store_true")
+    parser.add_argument("--fail-first", action="store_true", help="report an error in the first step")
+    parser.add_argument("--warmup", type=int, default=2)
     options = parser.parse_args()
     config = train_torchtitan.configuration(options)
     config.metrics = PrintedMetrics.Config(log_freq=1)
@@ -73,7 +78,18 @@ def main() -> None:
     else:
         config.checkpoint.handle_preemption = options.preemption
     PrintedMetrics.last_step = options.stop_after
+    config.lr_scheduler.warmup_steps = options.warmup
     trainer = config.build()
+    if "NO_EXPORT" in os.environ:  # no option: a kept state belongs to one command
+
+        def fail(_step: int) -> None:
+            trainer.checkpointer.manager._replica.keeping._wait_until_idle()
+            raise OSError("No space left on device")
+
+        trainer.checkpointer._save_last_step = fail
+    if options.fail_first:
+        error = OSError("the network is down")
+        PrintedLoader.before_first = staticmethod(lambda: trainer.ft_manager.manager.report_error(error))
     train_torchtitan.reduce_on_cpus(trainer.model_parts[0])
     say("ready")
     trainer.train()
