@@ -128,6 +128,13 @@ class _Replica(TorchFTManager):
         self.batches = _Batches(name)
         self.progress = _Progress(trainer, self.batches, counts_commits=self.counts_commits)
         has_states = checkpoint.enable and self.counts_commits
+        if checkpoint.enable and not has_states:
+            logger.warning(
+                "%s: with semi_sync_method=%r no state is saved before the last step; if all replicas die, the job "
+                "begins again",
+                name,
+                settings.semi_sync_method,
+            )
         is_saver = has_states and not checkpoint.load_only and settings.replica_id == 0
         self.store = store_of(checkpoint, config.dump_folder, read_only=not is_saver) if has_states else None
         self._manager = Manager(
