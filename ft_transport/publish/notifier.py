@@ -272,7 +272,9 @@ class EngineNotifier:
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
+                # A connection for each request: uvicorn closes one after an error of its own without saying so, and
+                # the next request, which may not be sent twice, would meet that.
+                connector=aiohttp.TCPConnector(limit=0, force_close=True),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s),
                 cookie_jar=aiohttp.DummyCookieJar(),
             )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socketserver
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,6 +31,7 @@ from ft_transport import (
     ConfigurationError,
     Delivery,
     EngineConnection,
+    EngineRefusedError,
     EngineState,
     HTTPTransport,
     Publisher,
@@ -497,3 +500,42 @@ def test_asking_engines_keeps_no_process_from_ending(tmp_path: Path) -> None:
     ended = run([sys.executable, "-c", script, str(tmp_path)], ends_as_interpreter=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     assert time.monotonic() - float(ended.stdout) < 5
+
+
+class _ClosingServer(socketserver.BaseRequestHandler):
+    """Answers the first request of a connection, and ends the connection at the second. /init is answered with 500."""
+
+    def handle(self) -> None:
+        received = b""
+        while not received.endswith(b"\r\n\r\n{}"):
+            received += self.request.recv(1 << 16)
+        status = b"500 Internal Server Error" if b"/init" in received else b"200 OK"
+        self.request.sendall(b"HTTP/1.1 " + status + b"\r\nContent-Length: 2\r\n\r\n{}")
+        self.request.recv(1)
+
+
+@dataclass(frozen=True)
+class _AskingTwice:
+    url: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    async def deliver(self, connection: EngineConnection, delivery: Delivery) -> int:
+        with pytest.raises(EngineRefusedError, match="500"):
+            await connection.post("/init", {})
+        await connection.post("/finish", {})
+        return delivery.version
+
+
+def test_a_request_after_an_error_of_the_engine_has_a_connection_of_its_own(tmp_path: Path) -> None:
+    """uvicorn closes a connection after an error of its own, without a header that says so."""
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _ClosingServer) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        engine = _AskingTwice(f"http://127.0.0.1:{server.server_address[1]}")
+        try:
+            with Publisher([engine], tmp_path, engine_timeout=timedelta(seconds=1), poll_interval=None) as publisher:
+                publisher.publish(1, adapter(1)).result(SOON)
+        finally:
+            server.shutdown()
+            thread.join()
