@@ -49,7 +49,7 @@ class FaultTolerantCheckpointer(CheckpointManager):
         """Interval, in steps, of states that stay in host memory (``keep_every``). 0: none are kept."""
 
         handle_preemption: bool = False
-        """Whether SIGTERM and SIGUSR1 end all ranks at the same step, after the state is kept and saved."""
+        """Whether, after SIGTERM or SIGUSR1, all ranks keep and save the state of the same step, and end."""
 
     def __init__(self, config: Config, *, ft_manager: Any = None, **parts: Any) -> None:
         super().__init__(config, **parts)

@@ -230,7 +230,7 @@ class _Batches:
 
     @property
     def is_excluded(self) -> bool:
-        """Whether the data begins again, whatever has been trained."""
+        """Whether this replica ignores the loaded place, and begins its data again."""
         return self._place is not None and self._place.is_excluded
 
     def of_place(self, place: DataPlace) -> _Batches:

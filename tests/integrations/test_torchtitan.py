@@ -26,7 +26,7 @@ _NUM_RANKS = 2
 
 @dataclass
 class Outcome:
-    """What the processes of a run printed: losses of each rank and learning rates by step, and how each rank ended."""
+    """The printed results of a run: losses of each rank and learning rates by step, and the end of each rank."""
 
     losses: dict[tuple[str, int], set[tuple[float, float]]] = field(default_factory=lambda: defaultdict(set))
     rates: dict[int, set[float]] = field(default_factory=lambda: defaultdict(set))
@@ -65,7 +65,7 @@ def kill_at_random(runs: ExampleReplicas, name: str, chosen: random.Random) -> N
     """Kill all ranks or one rank of the newest start at a random moment, and wait for all of them to end."""
     ranks = runs.starts[name][-1]
     runs.wait_for_lines(ranks, chosen.randint(1, 9), _TIMEOUT_S)
-    time.sleep(chosen.random() * 0.3)
+    time.sleep(chosen.random() * 0.3)  # no wait for a condition: the kill falls between two lines
     for rank in chosen.choice([ranks, [chosen.choice(ranks)]]):
         rank.process.kill()
     for rank in ranks:

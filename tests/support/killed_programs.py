@@ -37,7 +37,7 @@ def kill_later() -> None:
 
 
 class Notes:
-    """What a life of a program says, under keys that name step and thing; in its file when `add` returns."""
+    """The notes of one life of a program, in a file of their own. A key names the step and the quantity."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
