@@ -35,6 +35,7 @@ from ft_transport.publish.order_queue import OrderRefusedError
 from ft_transport.settings import Limits, TransportSettings
 from ft_transport.state.matching import Incoming
 from ft_transport.state.placements import is_dtensor
+from ft_transport.state.prefaulted import PrefaultedMemory
 from ft_transport.state.tensors import extent_bytes, has_own_memory, overlaps_itself
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.transfer.client import FetchRequest, StateClient
@@ -98,6 +99,7 @@ class ReceivedWeights:
         keys: Keys of the job; ``None`` without a job token.
         tls: Certificates for fetching versions.
         timeout: Longest duration of fetching a version.
+        memory: Provides the memory of new tensors; ``None`` for private memory.
 
     Attributes:
         version: The version of the tensors. ``None`` before the first version, while the tensors change, and after a
@@ -115,6 +117,7 @@ class ReceivedWeights:
         keys: Keys | None,
         tls: TLSFiles | None,
         timeout: timedelta,
+        memory: PrefaultedMemory | None = None,
     ) -> None:
         self._weights = weights
         self._allowed = allowed
@@ -128,6 +131,7 @@ class ReceivedWeights:
             keys=keys,
             certificates=settings.certificates(),
             recorder=Recorder(),
+            prefaulted=memory,
         )
         self.version: int | None = None
         self.num_bytes_fetched = 0

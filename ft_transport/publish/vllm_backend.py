@@ -4,8 +4,8 @@ vLLM loads this module in each of its processes, through the entry point in the 
 else may import it, because it imports vLLM. ``--weight-transfer-config '{"backend": "ft_transport"}'`` selects the
 backend, and ``VLLMEngine(pulls=True)`` updates the server in two phases:
 
-1. ``/init_weight_transfer_engine`` with an order: every worker fetches the version into its own host memory and
-   verifies it. The model keeps the previous version.
+1. ``/init_weight_transfer_engine`` with an order: one worker on each host fetches the version into host memory and
+   verifies it; the other workers there map that memory. The model keeps the previous version.
 2. When every worker has the version: ``/start_weight_update``, ``/update_weights``, ``/finish_weight_update``. Each
    worker loads the version into its model. ``/init_weight_transfer_engine`` without an order then asks for the outcome.
 
@@ -25,10 +25,11 @@ processing after the load, which layers with quantized or packed weights need.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import torch
@@ -44,10 +45,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from ft_transport.credentials import Keys
 from ft_transport.errors import TransportError, escape_peer_text
-from ft_transport.http.client.fetch_settings import FetchHandle
 from ft_transport.publish.allowed_sources import AllowedSources
 from ft_transport.publish.engines.pulling import MAX_VERSION_DIGITS, REASONS, Order, Reason
 from ft_transport.publish.received_weights import ReceivedWeights, log_failure
+from ft_transport.publish.shared_weights import HostMemory, SharedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -81,12 +82,11 @@ class PullingBackend(WeightTransferEngine[Request, WeightTransferUpdateInfo]):
         self._keys = Keys.from_environment()
         self._is_open = False
         self._loaded: int | None = None
-        self.shutdown()
+        self._fetched: SharedWeights | None = None
 
     def shutdown(self) -> None:
         """Free the fetched version. The next version is fetched completely."""
-        allowed = AllowedSources(None, loopback_only=self._keys is None)
-        self._received = ReceivedWeights(None, allowed, paused=nullcontext, keys=self._keys, tls=None, timeout=_TIMEOUT)
+        self._fetched = None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Request:
         """Return the request unchecked: an error here would be raised on every worker."""
@@ -98,10 +98,20 @@ class PullingBackend(WeightTransferEngine[Request, WeightTransferUpdateInfo]):
         Raises:
             TransportError: A worker failed. Only the last worker raises the error.
         """
-        _agree(self._answer(init_info.fields))
+        order = self._checked(init_info.fields)
+        reason = _agreed(order if not isinstance(order, Order) else None)
+        # Only if all workers fetch: they wait for each other.
+        if reason is None and isinstance(order, Order):
+            reason = _agreed(self._fetch(order))
+        if reason is not None and all(group.rank_in_group == group.world_size - 1 for group in _groups()):
+            raise TransportError(f"{REASONS[reason][1]} ({reason}); see the log of the engine")
 
-    def _answer(self, fields: Mapping[str, object]) -> Reason | None:
-        """Fetch a version, or check that the model has it. Return the reason of a failure, or ``None``."""
+    def _checked(self, fields: Mapping[str, object]) -> Order | Reason | None:
+        """Return the order in a request. Without an order, check that the model has the version.
+
+        Returns:
+            The order, or the reason of a failure; ``None`` if the model has the version.
+        """
         version = fields.get("version")
         if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < 10**MAX_VERSION_DIGITS:
             return "malformed"
@@ -113,13 +123,28 @@ class PullingBackend(WeightTransferEngine[Request, WeightTransferUpdateInfo]):
         try:
             if self._keys is not None and not order.is_proved(self._keys, signature):
                 return "unproved"
-            if self._is_open:
-                return "session_open"
-            self._received.fetch(order.address, version, FetchHandle())
         except Exception as error:
             return log_failure(version, error)
+        return "session_open" if self._is_open else order
+
+    def _fetch(self, order: Order) -> Reason | None:
+        """Fetch a version. Return the reason of a failure of this worker, or ``None``."""
+        try:
+            if self._fetched is None:
+                self._fetched = self._new_weights()
+            self._fetched.fetch(order.address, order.version)
+        except Exception as error:
+            return log_failure(order.version, error)
         self._loaded = None
         return None
+
+    def _new_weights(self) -> SharedWeights:
+        allowed, memory = AllowedSources(None, loopback_only=self._keys is None), HostMemory()
+        received = ReceivedWeights(
+            None, allowed, paused=nullcontext, keys=self._keys, tls=None, timeout=_TIMEOUT, memory=memory
+        )
+        group = get_tp_group()
+        return SharedWeights(received, memory, group.rank_in_group, partial(_gather, group.cpu_group, group.world_size))
 
     def start_weight_update(self) -> None:
         """Begin a session."""
@@ -127,15 +152,16 @@ class PullingBackend(WeightTransferEngine[Request, WeightTransferUpdateInfo]):
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load the fetched version."""
-        if self._received.version is None or self._received.version != update_info.get("version"):
+        fetched = self._fetched
+        if fetched is None or fetched.version is None or fetched.version != update_info.get("version"):
             return
         try:
-            self._load()
-            self._loaded = self._received.version
+            self._load(fetched.tensors)
+            self._loaded = fetched.version
         except Exception as error:
             # Without a traceback: vLLM's error may contain names of published tensors.
             text = escape_peer_text(f"{type(error).__name__}: {error}", max_characters=_MAX_SHOWN_CHARACTERS)
-            logger.warning("version %d could not be loaded: %s", self._received.version, text)
+            logger.warning("version %d could not be loaded: %s", fetched.version, text)
 
     def receive_weights(self, update_info: WeightTransferUpdateInfo) -> None:
         """Not used: `update_weights` does not call this method."""
@@ -145,10 +171,10 @@ class PullingBackend(WeightTransferEngine[Request, WeightTransferUpdateInfo]):
         """End a session."""
         self._is_open = False
 
-    def _load(self) -> None:
+    def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         initialize_layerwise_reload(self.model)
         try:
-            self.model.load_weights(iter(self._received.tensors.items()))
+            self.model.load_weights(iter(tensors.items()))
         finally:
             # Also after a failure: otherwise parameters would have no memory, and vLLM would treat the tensors that it
             # has read as a part of the next version.
@@ -157,17 +183,28 @@ class PullingBackend(WeightTransferEngine[Request, WeightTransferUpdateInfo]):
             torch.accelerator.synchronize()
 
 
-def _agree(failure: Reason | None) -> None:
-    """Share the outcomes of all workers. The last worker raises an error if one of them failed."""
+def _groups() -> Sequence[Any]:
+    """Return groups that together connect all workers of this engine, and no worker of another data-parallel engine."""
+    return get_tp_group(), get_pcp_group(), get_pp_group()
+
+
+def _agreed(failure: Reason | None) -> Reason | None:
+    """Return the reason of the worst failure of all workers, or ``None``."""
     reasons = [None, *REASONS]
     worst = torch.tensor(reasons.index(failure))
-    # Together these groups connect all workers of this engine, and no worker of another data-parallel engine.
-    groups = (get_tp_group(), get_pcp_group(), get_pp_group())
-    for group in groups:
+    for group in _groups():
         dist.all_reduce(worst, dist.ReduceOp.MAX, group.cpu_group)
-    reason = reasons[int(worst)]
-    if reason is not None and all(group.rank_in_group == group.world_size - 1 for group in groups):
-        raise TransportError(f"{REASONS[reason][1]} ({reason}); see the log of the engine")
+    return reasons[int(worst)]
+
+
+def _gather(group: Any, size: int, data: bytes) -> list[bytes]:
+    """Return the data of all workers of a group, in the order of their ranks."""
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(data)]), group)
+    longest = max(1, *map(int, lengths))
+    padded = [torch.zeros(longest, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(padded, torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8), group)
+    return [each[: int(length)].numpy().tobytes() for each, length in zip(padded, lengths, strict=True)]
 
 
 def register() -> None:

@@ -80,9 +80,10 @@ class StateClient(Generic[T]):
         certificates: This process's certificates; ``None`` without TLS.
         relays: Serves received chunks to other receivers; ``None`` without a server.
         recorder: Records each fetch.
+        prefaulted: Provides the memory of received tensors that have no place in the receiver's state.
 
     Attributes:
-        prefaulted: Memory that was allocated in advance, for the next received state.
+        prefaulted: The argument, or else memory that was allocated in advance for the next received state.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class StateClient(Generic[T]):
         certificates: Certificates | None,
         relays: Relays | None = None,
         recorder: Recorder,
+        prefaulted: PrefaultedMemory | None = None,
     ) -> None:
         self._settings = settings
         self._timeout = timeout
@@ -103,7 +105,7 @@ class StateClient(Generic[T]):
         self._certificates = certificates
         self._relays = relays
         self._recorder = recorder
-        self.prefaulted = PrefaultedMemory()
+        self.prefaulted = prefaulted or PrefaultedMemory()
         self._warned_paths: set[str] = set()
         self._warned_mutex = threading.Lock()
 

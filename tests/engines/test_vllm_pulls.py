@@ -122,8 +122,11 @@ def test_two_workers_have_the_same_version_whatever_fails(model: TinyLlama, tmp_
         version = 0
         for fails in ("", "fetch", "load", "session", ""):
             version += 1
-            publisher.publish(version, model.weights(version), missing_ok=True).result()
+            proxy.num_bytes = 0
+            weights = model.weights(version)
+            publisher.publish(version, weights, missing_ok=True).result()
             assert server.answers("base") == model.expected(is_adapted=False), fails
+            assert proxy.num_bytes < 1.5 * num_bytes(weights), "both workers have fetched"
             version += 1
             if fails == "fetch":
                 proxy.inject(corrupt(700_000), times=1000)

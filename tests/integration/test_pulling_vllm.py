@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -11,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import vllm_workers
 from engine_servers import serving
-from vllm_workers import PullingStandIn, Workers, backend_module
+from vllm_workers import MODULE, PullingStandIn, Workers, backend_module
 
 from ft_transport import HTTPTransport, Publisher, PublishError, TransportSettings, VLLMEngine
 from ft_transport.credentials import Keys
 from ft_transport.errors import PeerUnreachableError
+from ft_transport.publish import shared_weights
 from ft_transport.publish.engines.pulling import Order
 
 SOON = timedelta(seconds=60)
@@ -27,6 +30,11 @@ def weights_of(version: int) -> Weights:
     chance = torch.Generator().manual_seed(version)
     names = ["embed.weight", *(f"layers.{at}.{part}.weight" for at in range(3) for part in "qkv"), "head.weight"]
     return {name: torch.randn(100, 100, generator=chance) for name in names}
+
+
+def fetched_by(backend: Any) -> Any:
+    """What the worker itself fetches; only the first one on a host does."""
+    return backend._fetched._received
 
 
 def same(model: Mapping[str, torch.Tensor] | None, weights: Weights) -> bool:
@@ -40,6 +48,7 @@ def serving_workers(root: Path, num_workers: int = 2) -> Iterator[tuple[Publishe
     with ExitStack() as stack:
         module = stack.enter_context(backend_module(num_workers))
         workers = Workers(module, weights_of(0), num_workers)
+        stack.callback(workers.shutdown)
         server = PullingStandIn(workers=workers)
         stack.enter_context(serving(server))
         transport: HTTPTransport[Any] = HTTPTransport(
@@ -66,6 +75,38 @@ def test_each_version_is_in_all_workers_when_it_is_confirmed(tmp_path: Path, num
     assert routes == [f"POST {route}" for route in update] * 3
 
 
+@pytest.mark.parametrize("hosts", [(0, 0, 0), (0, 0, 1), (0, 1, 1), (0, 1, 2)])
+def test_one_worker_on_each_host_fetches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: tuple[int, ...]
+) -> None:
+    """A worker cannot open what belongs to another host."""
+    host_of: dict[str, int] = {}
+    path_of, contains = shared_weights._path_of, shared_weights._contains
+
+    def own_path(descriptor: int) -> str:
+        path = path_of(descriptor)
+        host_of[path] = hosts[vllm_workers._here.rank]
+        return path
+
+    def can_open(path: str, token: str) -> bool:
+        return host_of[path] == hosts[vllm_workers._here.rank] and contains(path, token)
+
+    monkeypatch.setattr(shared_weights, "_path_of", own_path)
+    monkeypatch.setattr(shared_weights, "_contains", can_open)
+    weights = {name: tensor.bfloat16() for name, tensor in weights_of(1).items()}
+    weights |= {"norm.weight": torch.ones(7), "bias": torch.zeros(0, 3), "steps": torch.tensor(5)}
+    with serving_workers(tmp_path, len(hosts)) as (publisher, _server, workers):
+        for model in workers.models:
+            model._stored = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
+        for version in (1, 2, 3):
+            weights["norm.weight"][2] += 1
+            weights["head.weight"][5] += 1
+            publisher.publish(version, weights).result(SOON)
+            assert all(same(model.weights, weights) for model in workers.models)
+        versions = [fetched_by(backend).version for backend in workers.backends]
+        assert versions == [3 if host not in hosts[:rank] else None for rank, host in enumerate(hosts)]
+
+
 def test_a_small_change_costs_a_small_fetch(tmp_path: Path) -> None:
     weights = weights_of(1)
     with serving_workers(tmp_path) as (publisher, _server, workers):
@@ -76,7 +117,7 @@ def test_a_small_change_costs_a_small_fetch(tmp_path: Path) -> None:
         for model, backend in zip(workers.models, workers.backends, strict=True):
             assert same(model.weights, weights)
             assert model.loads == [list(weights)] * 3
-            assert backend._received.num_bytes_fetched < 2000
+            assert fetched_by(backend).num_bytes_fetched < 2000
             # Another process, or vLLM's sleep, replaces weights without a call of the backend.
             model.weights["layers.0.q.weight"].zero_()
         del weights["embed.weight"]
@@ -92,12 +133,13 @@ def test_a_source_that_is_gone_leaves_the_version_before_and_the_server_is_never
 ) -> None:
     with serving_workers(tmp_path) as (publisher, server, workers):
         publisher.publish(1, weights_of(1)).result(SOON)
-        fetch = workers.backends[0]._received.fetch
+        received = fetched_by(workers.backends[0])
+        fetch = received.fetch
 
         def failing(*_: object) -> None:
             raise PeerUnreachableError("expected\nan answer", peer="http://127.0.0.1:9")
 
-        workers.backends[0]._received.fetch = failing
+        received.fetch = failing
         server.routes.clear()
         with pytest.raises(PublishError, match=r"cannot reach the publisher's transport \(source_unreachable\)"):
             publisher.publish(2, weights_of(2)).result(SOON)
@@ -105,7 +147,7 @@ def test_a_source_that_is_gone_leaves_the_version_before_and_the_server_is_never
         assert server.weight_version == "1"
         assert all(same(model.weights, weights_of(1)) for model in workers.models)
         assert r"version 2 could not be received: PeerUnreachableError: expected\nan answer" in caplog.text
-        workers.backends[0]._received.fetch = fetch
+        received.fetch = fetch
         publisher.publish(3, weights_of(3)).result(SOON)
         assert all(same(model.weights, weights_of(3)) for model in workers.models)
 
@@ -139,11 +181,12 @@ def test_an_update_that_another_trainer_has_begun_is_ended_first(tmp_path: Path)
         assert not server.is_paused
 
 
-def test_a_version_that_cannot_be_fetched_leaves_a_paused_server_paused_and_the_report_says_so(tmp_path: Path) -> None:
-    with serving_workers(tmp_path) as (publisher, server, workers):
+def test_a_version_that_cannot_be_fetched_leaves_a_paused_server_paused_and_the_report_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving_workers(tmp_path) as (publisher, server, _workers):
         server.is_paused = True
-        for backend in workers.backends:
-            backend._received._timeout = timedelta(0)
+        monkeypatch.setattr(sys.modules[MODULE], "_TIMEOUT", timedelta(0))
         with pytest.raises(PublishError, match=r"\(too_slow\).*stays paused"):
             publisher.publish(1, weights_of(1)).result(SOON)
         assert server.is_paused
@@ -168,7 +211,7 @@ def test_a_version_is_fetched_again_after_a_shutdown_of_the_backend(tmp_path: Pa
         publisher.publish(1, weights_of(1)).result(SOON)
         for backend in workers.backends:
             backend.shutdown()
-            assert not backend._received.tensors
+            assert backend._fetched is None
         publisher.publish(2, weights_of(1)).result(SOON)
         assert [len(model.loads) for model in workers.models] == [2, 2]
         assert all(same(model.weights, weights_of(1)) for model in workers.models)

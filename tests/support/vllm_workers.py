@@ -80,17 +80,18 @@ class Model:
 
 
 class Exchange:
-    """The largest value of all workers."""
+    """The values of all workers."""
 
     def __init__(self, num_workers: int) -> None:
-        self._values = [0] * num_workers
+        self._values: list[Any] = [None] * num_workers
         self._barrier = threading.Barrier(num_workers)
 
-    def maximum(self, value: torch.Tensor) -> None:
-        self._values[_here.rank] = int(value)
+    def gather(self, value: Any) -> list[Any]:
+        self._values[_here.rank] = value
         self._barrier.wait(_AGREE_S)
-        value.fill_(max(self._values))
+        values = list(self._values)
         self._barrier.wait(_AGREE_S)
+        return values
 
 
 @contextmanager
@@ -101,7 +102,11 @@ def backend_module(num_workers: int) -> Iterator[ModuleType]:
     def all_reduce(value: torch.Tensor, op: object, group: Exchange | None) -> None:
         assert op == torch.distributed.ReduceOp.MAX
         if group is not None:
-            group.maximum(value)
+            value.fill_(max(group.gather(int(value))))
+
+    def all_gather(values: list[torch.Tensor], value: torch.Tensor, group: Exchange) -> None:
+        for own, given in zip(values, group.gather(value), strict=True):
+            own.copy_(given)
 
     alone = SimpleNamespace(rank_in_group=0, world_size=1, cpu_group=None)
     names: dict[str, dict[str, Any]] = {
@@ -133,6 +138,7 @@ def backend_module(num_workers: int) -> Iterator[ModuleType]:
             patched.setitem(sys.modules, name, module)
         patched.setattr(Factory, "_registry", {})
         patched.setattr(torch.distributed, "all_reduce", all_reduce)
+        patched.setattr(torch.distributed, "all_gather", all_gather)
         patched.delitem(sys.modules, MODULE, raising=False)
         imported = importlib.import_module(MODULE)
         yield imported
@@ -161,6 +167,11 @@ class Workers:
         for responses in self._responses:
             if (error := responses.popleft()) is not None:
                 raise RuntimeError(f"Worker failed with error '{error}'")
+
+    def shutdown(self) -> None:
+        """Frees what the workers have fetched, as vLLM does when it ends."""
+        for backend in self.backends:
+            backend.shutdown()
 
     def _run(self, rank: int, method: str, argument: Any) -> None:
         _here.rank = rank
