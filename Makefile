@@ -64,7 +64,8 @@ $(ENGINES_STAMP): pyproject.toml constraints-engines.txt
 	@$(ENGINES_PIP) uninstall -qq --yes torchvision torchaudio torchcodec
 	@$(ENGINES_PIP) install -qq --constraint constraints.txt --constraint constraints-engines.txt \
 		peft hypothesis pytest pytest-timeout ray --editable .
-	@$(ENGINES_PIP) install -qq --constraint constraints-engines.txt --no-deps skyrl
+	@$(ENGINES_PIP) install -qq --constraint constraints-engines.txt --no-deps --ignore-requires-python \
+		skyrl cloudpathlib orjson
 	@touch $@
 
 # SGLang without what it needs a GPU for, whose scheduler is stood in for, and without its pin of torch: the packages

@@ -235,10 +235,10 @@ class VLLMEngine:
 class SkyRLEngine(VLLMEngine):
     """An inference server of SkyRL: vLLM with a route that loads an adapter in place.
 
-    ``POST /skyrl/v1/load_lora_adapter`` (skyrl/backends/skyrl_train/inference_servers/vllm_server_actor.py, 0.3.0)
+    ``POST /skyrl/v1/load_lora_adapter`` (skyrl/backends/skyrl_train/inference_servers/vllm_server_actor.py, 0.4.0)
     replaces the adapter with the same name; https://github.com/NovaSky-AI/SkyRL. All other routes are those of vLLM.
-    This class does not use SkyRL's own ways to send weights: NCCL, CUDA IPC, and, unreleased after 0.3.0, checkpoint
-    deltas (``/fetch_weights``).
+    This class does not use SkyRL's own ways to send weights: NCCL, CUDA IPC, RDT, and checkpoint deltas on a disk that
+    trainer and server share, or in a bucket (``/fetch_weights``).
 
     Attributes:
         lora_name: Name by which requests select the adapter.
