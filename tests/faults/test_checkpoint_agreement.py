@@ -26,7 +26,7 @@ from ranks import run_scenarios
 _NUM_RANKS = 3
 _TIMEOUT_S = 240
 _TOGETHER = (
-    *("phases", "passing", "refused_root", "invisible_root", "invisible_step", "poisoned", "stale"),
+    *("passing", "refused_root", "invisible_root", "invisible_step", "poisoned", "stale"),
     *("killed_writer", "killed_while_writing", "differing_settings", "busy", "stopped_rank_0", "killed_rank_2"),
 )
 """In all but the last one all ranks live on."""

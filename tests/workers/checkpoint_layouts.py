@@ -48,10 +48,10 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(11, 1023)
-        self.up = nn.Linear(1023, 1536)
-        self.down = nn.Linear(1536, 1023, bias=False)
-        self.norm = nn.LayerNorm(1023)
+        self.embedding = nn.Embedding(11, 511)
+        self.up = nn.Linear(511, 768)
+        self.down = nn.Linear(768, 511, bias=False)
+        self.norm = nn.LayerNorm(511)
         self.scale = nn.Parameter(torch.ones(3))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,8 @@ from ft_transport import CheckpointStore
 from ft_transport.checkpoint import inventory
 
 _NUM_ITERATIONS = 20
+_NUM_GUARDED = 6
+"""Each makes a store on every rank."""
 
 
 def write(directory: Path, iteration: int) -> None:
@@ -48,9 +50,9 @@ def unguarded(root: Path, iteration: int) -> Iterator[None]:
     yield
 
 
-def _race(root: Path, set_up: Callable[..., Any]) -> dict[str, Any]:
+def _race(root: Path, set_up: Callable[..., Any], num_iterations: int) -> dict[str, Any]:
     errors, lost, left = [], 0, 0
-    for iteration in range(_NUM_ITERATIONS):
+    for iteration in range(num_iterations):
         dist.barrier()
         try:
             with set_up(root, iteration):
@@ -71,7 +73,10 @@ def race(ranks: Ranks) -> dict[str, Any]:
     Once through a store that clears, once by the pattern of openpi before its PR 969, in which each rank clears and
     makes the directory by itself.
     """
-    return {each.__name__: _race(ranks.root.with_name(each.__name__), each) for each in (unguarded, guarded)}
+    return {
+        each.__name__: _race(ranks.root.with_name(each.__name__), each, num_iterations)
+        for each, num_iterations in ((unguarded, _NUM_ITERATIONS), (guarded, _NUM_GUARDED))
+    }
 
 
 def two_groups(ranks: Ranks) -> dict[str, Any]:
