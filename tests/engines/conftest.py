@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _TESTS = {
     "vllm": ("vllm", "restarted_vllm", "vllm_pulls", "weight_transfer", "skyrl"),
     "sglang": ("sglang", "sglang_effect"),
+    "trl": ("trl",),
 }
 
 collect_ignore = [

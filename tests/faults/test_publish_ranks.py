@@ -57,6 +57,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         "one_hangs": [VLLMStandIn(load_s=0.5) for _ in range(4)],
         "one_fails_to_export": [VLLMStandIn()],
         "sharded_weights": [VLLMStandIn()],
+        "synchronizes_from_trl": [VLLMStandIn()],
     }
     engines["one_refuses"][2] = VLLMStandIn(load_s=_REFUSED_AFTER_S, refusal=REFUSAL)
     engines["one_hangs"][1].is_hanging = True
@@ -134,3 +135,14 @@ def test_divided_weights_arrive_whole_and_what_cannot_be_published_is_refused_on
         assert "missing: empty, replicated, rows" in each["incomplete"]["text"]
         assert "rank 1: 'snapshot of version 5'" in each["differing"]["text"]
         assert (each["latest"], each["names"]) == (3, ["version-3"])
+
+
+def test_only_the_main_process_of_a_trl_trainer_publishes(ran: Ran) -> None:
+    (engine,) = ran.engines["synchronizes_from_trl"]
+    found, expected = engine.tensors[BASE_MODEL], script.whole_weights()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    first, *others = (each["versions"] for each in ran.reports["synchronizes_from_trl"])
+    # Also if the same trainer trains again.
+    assert first == [1, 2, 3, 4]
+    assert others == [[None] * 4] * (_NUM_RANKS - 1)

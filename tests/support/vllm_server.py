@@ -119,15 +119,19 @@ class TinyLlama:
 
     def expected(self, *, is_adapted: bool) -> list[list[int]]:
         """The tokens that Hugging Face's code answers to `PROMPTS` with the present adapter, or weights."""
-        model = self.adapted if is_adapted else self._model
-        answers = []
-        with torch.no_grad():
-            for prompt in PROMPTS:
-                tokens = list(prompt)
-                for _ in range(_NUM_TOKENS):
-                    tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
-                answers.append(tokens[len(prompt) :])
-        return answers
+        return greedy_tokens(self.adapted if is_adapted else self._model)
+
+
+@torch.no_grad()
+def greedy_tokens(model: Any) -> list[list[int]]:
+    """The tokens that Hugging Face's code answers to `PROMPTS` with a model."""
+    answers = []
+    for prompt in PROMPTS:
+        tokens = list(prompt)
+        for _ in range(_NUM_TOKENS):
+            tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+        answers.append(tokens[len(prompt) :])
+    return answers
 
 
 class VLLMServer:

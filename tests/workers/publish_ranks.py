@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from ranks import report_scenarios
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ft_transport import LoRAAdapter, Publisher, TransportError, VLLMEngine
+from ft_transport.publish.trl import PublisherWeightTransfer
 
 COLLECTIVE_TIMEOUT_S = 2.0
 """Of the trainer's process group."""
@@ -180,7 +181,46 @@ def sharded_weights(ranks: Ranks) -> dict[str, Any]:
         }
 
 
-SCENARIOS = (all_good, one_refuses, one_hangs, rank_0_dies, one_fails_to_export, sharded_weights)
+def synchronizes_from_trl(ranks: Ranks) -> dict[str, Any]:
+    """Makes the calls of TRL's trainer (``_sync_weight_merged`` in async_grpo_trainer.py, 1.16.0)."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = whole_weights()
+    weights = {**whole, "rows": distribute_tensor(whole["rows"], mesh, [Shard(0)])}
+    engines = [VLLMEngine(url) for url in ranks.urls]
+    transfer = PublisherWeightTransfer(lambda group: Publisher(engines, ranks.root, group))
+
+    def iterated() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights.items():
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    versions = []
+    for _ in range(2):
+        if ranks.rank == 0:
+            transfer.init_weight_transfer()
+        for _ in range(2):
+            if ranks.rank == 0:
+                transfer.pause()
+            ranks.collective()
+            if ranks.rank == 0:
+                transfer.send_weights(iterated())
+                transfer.resume()
+            else:
+                list(iterated())
+            ranks.collective()
+            versions.append(transfer.publisher.latest() if transfer.publisher is not None else None)
+        transfer.destroy()
+    return {"versions": versions}
+
+
+SCENARIOS = (
+    all_good,
+    one_refuses,
+    one_hangs,
+    rank_0_dies,
+    one_fails_to_export,
+    sharded_weights,
+    synchronizes_from_trl,
+)
 
 if __name__ == "__main__":
     report_scenarios(SCENARIOS, Ranks)
