@@ -399,7 +399,7 @@ BENCHMARK: Final = Benchmark(
     states=tuple(_RUNS),
     default=Size(scale=1.0, num_samples=3),
     misses={
-        "pause of a snapshot": "The host waits before the optimizer's step until the copy over PCIe is complete.",
+        "pause of a snapshot": "Measured when the host still waited for the copy over PCIe before an optimizer step.",
         "save every": "The writes to disk go on for longer than the ten steps, and use the host's memory and cores.",
     },
 )

@@ -2,7 +2,8 @@
 
 `DeviceCopier` copies into a page-locked arena on a side stream. The side stream first waits for an event on the
 training thread's stream. Without that event, it would read parameters while the optimizer's kernels still write them:
-``step()`` only queues these kernels. All streams are made by ``torch.accelerator``.
+``step()`` only queues these kernels. All streams are made by ``torch.accelerator``. `CopiesInFlight` lets the next
+optimizer step begin before the copies are complete: the device then runs the step's kernels after the copies.
 
 `BounceBuffers` copies from and to ordinary host memory through page-locked buffers, which the device reads and writes
 directly. For ordinary memory, the driver would copy through its own buffers, on one thread. For 4 GiB to an H200 on 16
@@ -13,7 +14,8 @@ ms.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import methodcaller
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -86,21 +88,122 @@ class DeviceCopier:
         # The list at the end waits for all events in C, so that no signal handler can raise between two of them.
         synchronized = map(methodcaller("synchronize"), finished)
         try:
-            for device, event in after.items():
-                if device not in self._streams:
-                    self._streams[device] = self._accelerator.new_stream(device)
-                stream = self._streams[device]
-                stream.wait_event(event)
-                done = self._accelerator.new_event(device)
-                try:
-                    finished.append(done)
-                    with stream:
-                        _queue(copies, device)
-                finally:
-                    done.record(stream)
+            self._queue_all(copies, after, finished)
         finally:
             # Even after an error: queued copies must not write into memory that the caller frees.
             list(synchronized)
+
+    def queue(
+        self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Marks, check: Callable[[], None]
+    ) -> CopiesInFlight:
+        """Queue the copies that `copy` would make, and return before they are complete.
+
+        The caller keeps the sources and targets alive until the copies are complete. Do not call this on the main
+        thread, where a signal handler may interrupt it.
+
+        Args:
+            copies: See `copy`.
+            after: See `copy`.
+            check: Raises a `SnapshotError` if a source has changed since `mark`.
+        """
+        finished: list[Any] = []
+        try:
+            self._queue_all(copies, after, finished)
+        except BaseException:
+            _synchronize(finished)
+            raise
+        return CopiesInFlight(self._accelerator, dict(zip(after, finished, strict=True)), check)
+
+    def _queue_all(
+        self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Marks, finished: list[Any]
+    ) -> None:
+        """Queue copies, and append the event at their end to ``finished``, for each device of ``after``."""
+        for device, event in after.items():
+            if device not in self._streams:
+                self._streams[device] = self._accelerator.new_stream(device)
+            stream = self._streams[device]
+            stream.wait_event(event)
+            done = self._accelerator.new_event(device)
+            try:
+                finished.append(done)
+                with stream:
+                    _queue(copies, device)
+            finally:
+                done.record(stream)
+
+
+class CopiesInFlight:
+    """Copies from devices that are queued and may still be running. Thread-safe.
+
+    Each thread that is about to change the sources calls `before_write` first. So the host does not wait for the
+    copies: the device runs the kernels that write after the copies.
+
+    Args:
+        accelerator: Knows the streams of the calling threads.
+        finished: For each device, the event at the end of its copies.
+        check: Raises an error if a source has changed. Called once, before the first write or after the copies.
+
+    Attributes:
+        is_complete: Whether the copies are known to be complete.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, finished: Mapping[torch.device, Any], check: Callable[[], None]
+    ) -> None:
+        self._accelerator = accelerator
+        self._finished = finished
+        self._check: Callable[[], None] | None = check
+        self._mutex = threading.Lock()
+        self._failure: Exception | None = None
+        self.is_complete = False
+
+    def before_write(self, *, on_any_stream: bool) -> bool:
+        """Order the following writes to the sources after the copies.
+
+        Args:
+            on_any_stream: Whether the writes may be queued on other streams than those of the calling thread. Then this
+                method waits for the copies.
+
+        Returns:
+            Whether later writers must call this method as well.
+        """
+        with self._mutex:
+            if self.is_complete:
+                return False
+            self._check_once()
+            if on_any_stream:
+                _synchronize(self._finished.values())
+                self.is_complete = True
+                return False
+            for device, event in self._finished.items():
+                self._accelerator.current_stream(device).wait_event(event)
+            return True
+
+    def complete(self) -> None:
+        """Wait until the copies are complete.
+
+        Raises:
+            Exception: The error of ``check``: a source has changed before a call of `before_write`.
+        """
+        _synchronize(self._finished.values())
+        with self._mutex:
+            self._check_once()
+            self.is_complete = True
+        if self._failure is not None:
+            raise self._failure
+
+    def _check_once(self) -> None:
+        check, self._check = self._check, None  # it refers to the sources
+        if check is not None:
+            try:
+                check()
+            except Exception as error:  # the snapshot fails, not the writer
+                self._failure = error
+
+
+def _synchronize(events: Iterable[Any]) -> None:
+    for event in events:
+        event.synchronize()
 
 
 def _queue(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> None:

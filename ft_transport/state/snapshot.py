@@ -1,12 +1,14 @@
 """Turns a flattened state into a snapshot: an immutable safetensors file in host memory.
 
 `PendingSnapshot.copy_now` copies the tensors that may change soon. `PendingSnapshot.copy_deferred` copies the rest, and
-may run on another thread. The caller holds the read lock during both. `PendingSnapshot.finish` computes digests and
-header without the lock, because it reads only the copies. ``state.stager`` makes these objects.
+may run on another thread; it does not wait for devices. The caller holds the read lock during both.
+`PendingSnapshot.finish` computes digests and header without the lock, because it reads only the copies.
+``state.stager`` makes these objects.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import secrets
 import time
@@ -23,7 +25,7 @@ from ft_transport.runtime.decoding import collector_paused
 from ft_transport.state.arena import Arena
 from ft_transport.state.blocks import FlatState
 from ft_transport.state.copy_on_write import ChunkKey, CopyOnWriteMemory, SnapshotResources
-from ft_transport.state.copying import Marks
+from ft_transport.state.copying import CopiesInFlight, Marks
 from ft_transport.state.host_copying import HostCopies
 from ft_transport.state.tensors import Column, carrier_of
 from ft_transport.wire.chunks import ChunkTable, Digester, chunk_bytes_for
@@ -50,8 +52,8 @@ class Taking:
         lasting: Returns whether the owner of a live tensor seldom changes it, and calls ``StateServer.materialize``
             before each change. If such a tensor is row-major in host memory, it is not copied but served from live
             memory. Later snapshots reuse its digests, until ``Stager.forget_lasting``.
-        check_deferred: Called after the deferred tensors were copied. Raises a `SnapshotError` if one of them has
-            changed; the snapshot fails then.
+        check_deferred: Called after the deferred tensors were copied, or before they may change. Raises a
+            `SnapshotError` if one of them has changed; the snapshot fails then.
         check_shared: Called before a receiver may use bytes from live memory. Raises a `SnapshotError` if a tensor has
             changed without ``materialize``; the snapshot is lost then.
         max_held_bytes: Maximum number of bytes that ``Stager.hold`` copies.
@@ -126,6 +128,7 @@ class PendingSnapshot:
         chunk_bytes = chunk_bytes_for(self._data_bytes, most=resources.chunk_bytes)
         self._chunks = ChunkTable(data_bytes=self._data_bytes, chunk_bytes=chunk_bytes)
         self._deferred: Column = np.empty(0, dtype=np.int64)
+        self._in_flight: CopiesInFlight | None = None
         self._is_held = True
         self._marks = held.marks
         self._deferrable, self._lasting = taking.deferrable, taking.lasting
@@ -148,22 +151,38 @@ class PendingSnapshot:
         """Serve all tensors from live memory, without a copy."""
         self._share(np.arange(len(self._flat.blocks.sources)), self._which(self._lasting))
 
-    def copy_deferred(self) -> None:
-        """Copy the deferred tensors. The caller still holds the read lock, and releases it afterwards."""
+    def copy_deferred(self) -> CopiesInFlight | None:
+        """Copy the deferred tensors on the host, and queue the copies of those on devices.
+
+        Not on the main thread if a signal handler may raise there.
+
+        Returns:
+            The queued copies; ``None`` if there are none. The caller may now release the read lock, if each later
+            writer calls ``CopiesInFlight.before_write`` first. `finish` waits for the copies.
+        """
         deferred, self._deferred = self._deferred, self._deferred[:0]
         try:
-            self._copy(deferred)
-            if len(deferred):
+            self._in_flight = self._copy(deferred, is_queued=True)
+            if len(deferred) and self._in_flight is None:
                 self._check_deferred()
         except BaseException:
             self.abandon()
             raise
+        return self._in_flight
 
     def finish(self) -> Snapshot:
-        """Digest the copies, encode the header, and return the snapshot. Needs no lock."""
+        """Digest the copies, encode the header, and return the snapshot. Needs no lock.
+
+        Raises:
+            SnapshotError: A deferred tensor has changed before its copy was complete.
+        """
         assert self._is_held, "finish is called once, and not after a failure"
         assert not len(self._deferred), "copy_deferred is called before finish"
         try:
+            if self._in_flight is not None:
+                began_s = time.monotonic()
+                self._in_flight.complete()
+                self._resources.costs.add("snapshot_copy_seconds_total", "clone", by=time.monotonic() - began_s)
             blocks = self._flat.blocks
             tree = self._flat.tree
             with collector_paused():
@@ -207,6 +226,10 @@ class PendingSnapshot:
         """Cancel the snapshot and return its arena to the pool. Does nothing after `finish` or a failure."""
         if self._is_held:
             self._is_held = False
+            if self._in_flight is not None:
+                # Otherwise the copies would write into the arena of another snapshot.
+                with contextlib.suppress(Exception):
+                    self._in_flight.complete()
             self._flat.blocks.sources.clear()
             self._closing()()
 
@@ -276,11 +299,12 @@ class PendingSnapshot:
         assert self._arena is not None, "a snapshot without live memory has an arena"
         return functools.partial(self._resources.pool.give_back, self._arena)
 
-    def _copy(self, indices: Column) -> None:
+    def _copy(self, indices: Column, *, is_queued: bool = False) -> CopiesInFlight | None:
+        """Copy tensors to the arena. Return the copies from devices if these are queued and not complete."""
         blocks = self._flat.blocks
         indices = indices[self._num_bytes[indices] > 0]
         if not len(indices):
-            return
+            return None
         assert self._arena is not None, "a snapshot with copies has an arena"
         began_s = time.monotonic()
         has_address = self._addresses[indices] != 0
@@ -298,11 +322,15 @@ class PendingSnapshot:
                 target.copy_(carried)
             else:
                 device.append((target, carried))
-        if device:
+        in_flight: CopiesInFlight | None = None
+        if device and is_queued:
+            in_flight = self._resources.device_copier.queue(device, self._marks, self._check_deferred)
+        elif device:
             self._resources.device_copier.copy(device, self._marks)
         costs = self._resources.costs
         costs.add("snapshot_copy_bytes_total", "clone", by=int(self._num_bytes[indices].sum()))
         costs.add("snapshot_copy_seconds_total", "clone", by=time.monotonic() - began_s)
+        return in_flight
 
     def _target(self, index: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
         assert self._arena is not None, "a snapshot with copies has an arena"

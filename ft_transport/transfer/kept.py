@@ -29,6 +29,7 @@ from ft_transport.keeper.process import keeper
 from ft_transport.keeper.program import HOLDING
 from ft_transport.runtime.unix_sockets import listening_addresses
 from ft_transport.settings import default_num_threads
+from ft_transport.state.copying import CopiesInFlight
 from ft_transport.state.snapshot import PendingSnapshot, Taking
 from ft_transport.state.stager import Stager
 from ft_transport.telemetry.process_state import KeptStatus
@@ -381,9 +382,9 @@ class KeptInProgress:
         self._snapshots = snapshots
         self._pending = pending
 
-    def copy_deferred(self) -> None:
+    def copy_deferred(self) -> CopiesInFlight | None:
         """Copy the deferred tensors. The caller may release the read lock afterwards."""
-        self._pending.copy_deferred()
+        return self._pending.copy_deferred()
 
     def publish(self) -> None:
         """Digest the copied state and let the keeper hold it. Needs no lock."""

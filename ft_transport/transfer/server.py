@@ -16,6 +16,7 @@ from ft_transport.http.server.snapshot_cache import Reader, SnapshotCache
 from ft_transport.runtime.signal_safe import Place, SafeEnd, SafeEvent
 from ft_transport.settings import TransportSettings, default_num_threads
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
+from ft_transport.state.copying import CopiesInFlight
 from ft_transport.state.snapshot import HeldState, PendingSnapshot, Taking
 from ft_transport.state.stager import Stager
 from ft_transport.telemetry.metrics import Reading, weakly
@@ -58,10 +59,14 @@ class SnapshotInProgress:
         self._http = http
         self._place = place
 
-    def copy_deferred(self) -> None:
-        """Copy the deferred tensors. The caller may release the read lock afterwards."""
+    def copy_deferred(self) -> CopiesInFlight | None:
+        """Copy the deferred tensors. The caller may release the read lock afterwards.
+
+        Returns:
+            The copies from devices that are not complete; see `PendingSnapshot.copy_deferred`.
+        """
         try:
-            self._pending.copy_deferred()
+            return self._pending.copy_deferred()
         except BaseException:
             self._place.give_back()
             raise

@@ -352,7 +352,7 @@ class Keeping(StateObserver):
     def _complete(self, step: int, unfinished: list[KeptInProgress], section: Section | None) -> None:
         """Complete a snapshot, on the pool's thread."""
         try:
-            copy_and_publish(unfinished, section)
+            copy_and_publish(self._state, unfinished, section)
         except Exception as error:
             self.counts.add("kept_snapshots_failed_total", type(error).__name__)
             logger.warning("step %d: the snapshot for the keeper failed: %s", step, error)

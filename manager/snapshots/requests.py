@@ -22,6 +22,7 @@ from manager.state.lock import Section, StateLock
 from manager.state.replica_state import ReplicaState
 
 if TYPE_CHECKING:
+    from ft_transport.state.copying import CopiesInFlight
     from ft_transport.state.snapshot import HeldState
     from ft_transport.transfer.server import SnapshotLease, StateServer
 
@@ -195,8 +196,8 @@ class HeldBoundary:
 class CopyInProgress(Protocol):
     """A snapshot whose tensors are not all copied yet: a ``SnapshotInProgress``, or one for the keeper."""
 
-    def copy_deferred(self) -> None:
-        """Copies the rest. The caller holds the read lock."""
+    def copy_deferred(self) -> CopiesInFlight | None:
+        """Copies the rest, under the read lock, and returns the copies from devices that are not complete."""
 
     def publish(self) -> None:
         """Completes the snapshot. Needs no lock."""
@@ -244,19 +245,22 @@ def begin_copy(
         raise
 
 
-def copy_and_publish(unfinished: list[_Copy], section: Section | None) -> None:
+def copy_and_publish(state: ReplicaState, unfinished: list[_Copy], section: Section | None) -> None:
     """Copy the rest of a snapshot's tensors, release the read section, and publish the snapshot.
 
     Do not call this on the main thread, where a signal handler may interrupt it.
 
     Args:
+        state: The replica's state, whose writers wait for copies from devices.
         unfinished: A list with the snapshot. This function empties the list. If an error then occurs on the thread that
             began the snapshot, that thread finds the list empty, and does not abandon the snapshot.
         section: The read section that guards the state until it is copied; ``None`` if nothing is left to copy.
     """
     in_progress = unfinished.pop()
     try:
-        in_progress.copy_deferred()
+        in_flight = in_progress.copy_deferred()
+        if in_flight is not None:
+            state.order_writes_after(in_flight)
     finally:
         if section is not None:
             section.release()

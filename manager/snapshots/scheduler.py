@@ -2,7 +2,8 @@
 
 At a boundary only the training thread runs, so the state is that of one committed step. That thread copies what
 ``forward`` or the training loop may change afterwards. During forward and backward, a background thread copies the
-large tensors that only an attached optimizer changes, under a read lock, for which the optimizer's next step waits.
+large tensors that only an attached optimizer changes, under a read lock, for which the optimizer's next step waits. Of
+tensors on a device, the thread only queues the copies (`CopiesInFlight`).
 """
 
 from __future__ import annotations
@@ -379,7 +380,7 @@ class SnapshotScheduler(StateObserver):
     def _complete(self, job: SnapshotJob, unfinished: list[SnapshotInProgress], section: Section | None) -> None:
         """Complete and publish the snapshot, on the pool's thread."""
         try:
-            copy_and_publish(unfinished, section)
+            copy_and_publish(self._state, unfinished, section)
             with self._mutex:
                 leased = job.leased
             if leased is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from itertools import chain
 from operator import index
-from typing import Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from torch.optim import Optimizer
 
@@ -32,6 +33,9 @@ from manager.state.parameter_order import (
 from manager.state.registration_check import Scalers
 from manager.state.registry import StateRegistry
 from manager.state.step_log import StepLedger, StepLog
+
+if TYPE_CHECKING:
+    from ft_transport.state.copying import CopiesInFlight
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -82,6 +86,7 @@ class ReplicaState(StateObserver):
         self._configured = ConfiguredHyperparameters()
         self._attachments: list[OptimizerAttachment] = []
         self._observers: list[StateObserver] = []
+        self._in_flight: list[CopiesInFlight] = []
 
     def add_observer(self, observer: StateObserver) -> None:
         """Call the methods of ``observer`` at every change from now on."""
@@ -334,8 +339,23 @@ class ReplicaState(StateObserver):
 
     # ----------------------------------------------------------------------------------------------------- observers
 
+    def order_writes_after(self, copies: CopiesInFlight) -> None:
+        """Order all writes to the state after these copies. Any thread may call this, under the read lock."""
+        self._in_flight.append(copies)
+        self._forget_copies(lambda each: each.is_complete)
+
+    def _forget_copies(self, is_done: Callable[[CopiesInFlight], bool]) -> None:
+        for copies in list(self._in_flight):
+            if is_done(copies):
+                with contextlib.suppress(ValueError):  # another thread has removed it
+                    self._in_flight.remove(copies)
+
     def before_change(self, is_optimizer_step: bool) -> None:
         """Notify the observers that the state is about to change. The lock calls this in every write section."""
+        if self._in_flight:
+            # An optimizer's kernels run on the streams of this thread. Other writers may use any stream.
+            on_own_streams = is_optimizer_step and (self.lock.stepping() is not None or not self.lock.write_owned())
+            self._forget_copies(lambda each: not each.before_write(on_any_stream=not on_own_streams))
         for observer in self._observers:
             observer.before_change(is_optimizer_step)
 

@@ -63,16 +63,20 @@ def test_the_training_stream_is_not_waited_for_beyond_the_boundary() -> None:
         torch.cuda.synchronize()
 
 
-def test_deferred_copies_from_another_thread_are_complete_when_they_return() -> None:
+@pytest.mark.parametrize("on_any_stream", [False, True])
+def test_a_step_that_is_queued_during_the_copies_runs_after_them(on_any_stream: bool) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    parameter = torch.zeros(1 << 22, device="cuda")
+    parameter = torch.zeros(1 << 26, device="cuda")
     with open_stager() as stager, ThreadPoolExecutor(1) as pool:
+        take(stager, 0, parameter).close()
         for step in range(1, 6):
             _queue_work()
             parameter.fill_(float(step))
             pending = stager.begin(Taking(step=step, state=parameter, deferrable=lambda tensor: True))
-            pool.submit(pending.copy_deferred).result()
+            in_flight = pool.submit(pending.copy_deferred).result()
+            assert in_flight is not None
+            in_flight.before_write(on_any_stream=on_any_stream)
             parameter.fill_(-1)
             snapshot = pending.finish()
             assert receive(file_of(snapshot)).unique().tolist() == [float(step)]

@@ -319,7 +319,7 @@ def test_a_copy_in_the_background_that_forward_runs_into_is_not_served(
     def begin_slowly(*arguments: Any, **keywords: Any) -> Any:
         in_progress = begin(*arguments, **keywords)
         copy_deferred = in_progress.copy_deferred
-        in_progress.copy_deferred = lambda: (may_copy.wait(LONG_S), copy_deferred())  # type: ignore[method-assign]
+        in_progress.copy_deferred = lambda: may_copy.wait(LONG_S) and copy_deferred()  # type: ignore[method-assign, assignment]
         return in_progress
 
     sender.server.take = begin_slowly  # type: ignore[method-assign]

@@ -64,8 +64,9 @@ def test_the_stand_in_shows_a_side_stream_that_does_not_wait(
         snapshot.close()
 
 
-def test_the_event_is_recorded_at_the_beginning_and_the_copy_is_complete_at_the_end(
-    accelerator: StandInAccelerator,
+@pytest.mark.parametrize("is_step_first", [True, False])
+def test_an_optimizer_step_runs_after_the_copies_and_the_host_waits_for_neither(
+    accelerator: StandInAccelerator, is_step_first: bool
 ) -> None:
     parameter = torch.zeros(4)
     training = accelerator.current_stream(OnDevice.device)
@@ -76,16 +77,75 @@ def test_the_event_is_recorded_at_the_beginning_and_the_copy_is_complete_at_the_
         # Forward and backward of the next step, which do not change parameters, are not waited for.
         ran: list[bool] = []
         training.queue.append(lambda: ran.append(True))
-        pending.copy_deferred()
+        in_flight = pending.copy_deferred()
+        assert in_flight is not None
+        assert in_flight.before_write(on_any_stream=False)
         assert accelerator.log[1:] == [
-            "side cuda:0 waits", "copy on side cuda:0", "recorded on side cuda:0", "synchronised with side cuda:0"
+            "side cuda:0 waits", "copy on side cuda:0", "recorded on side cuda:0", "training cuda:0 waits"
         ]  # fmt: skip
-        assert ran == []
-        # From here on the lock is open, and the optimizer may write.
+        training.queue.append(lambda: parameter.fill_(3.0))
+        # The device runs the step at once, or not before somebody waits for it.
+        if is_step_first:
+            while training.queue:
+                training.queue.pop(0)()
+            assert ran
+            assert parameter.tolist() == [3.0] * 4
+        assert not in_flight.is_complete
+        snapshot = pending.finish()
+        assert is_step_first or not ran
+        assert not in_flight.before_write(on_any_stream=False)
+        assert receive(file_of(snapshot))[0].tolist() == [2.0] * 4
+        snapshot.close()
+
+
+def test_writes_on_other_streams_begin_after_the_copies(accelerator: StandInAccelerator) -> None:
+    parameter = torch.full((4,), 2.0)
+    with open_stager(accelerator=accelerator) as stager:
+        pending = stager.begin(Taking(step=1, state=[parameter], deferrable=lambda tensor: True))
+        in_flight = pending.copy_deferred()
+        assert in_flight is not None
+        assert not in_flight.before_write(on_any_stream=True)
+        assert accelerator.log[-1] == "synchronised with side cuda:0"
         parameter.fill_(3.0)
         snapshot = pending.finish()
         assert receive(file_of(snapshot))[0].tolist() == [2.0] * 4
         snapshot.close()
+
+
+@pytest.mark.parametrize("is_write_ordered", [True, False])
+def test_only_changes_before_the_next_writer_make_a_snapshot_fail(
+    accelerator: StandInAccelerator, is_write_ordered: bool
+) -> None:
+    parameter = torch.full((4,), 2.0)
+
+    def check() -> None:
+        if parameter._version:
+            raise SnapshotError("moved")
+
+    with open_stager(accelerator=accelerator, max_snapshots=1) as stager:
+        taking = Taking(step=1, state=[parameter], deferrable=lambda tensor: True, check_deferred=check)
+        pending = stager.begin(taking)
+        in_flight = pending.copy_deferred()
+        assert in_flight is not None
+        if is_write_ordered:
+            in_flight.before_write(on_any_stream=False)
+        accelerator.current_stream(OnDevice.device).queue.append(lambda: parameter.fill_(3.0))
+        torch._C._autograd._unsafe_set_version_counter((parameter,), (1,))
+        if is_write_ordered:
+            pending.finish().close()
+        else:
+            with pytest.raises(SnapshotError, match="moved"):
+                pending.finish()
+        take(stager, 2, [parameter]).close()  # the arena is free again
+
+
+def test_an_abandoned_snapshot_frees_its_memory_after_its_copies(accelerator: StandInAccelerator) -> None:
+    with open_stager(accelerator=accelerator, max_snapshots=1) as stager:
+        pending = stager.begin(Taking(step=1, state=[torch.ones(4)], deferrable=lambda tensor: True))
+        pending.copy_deferred()
+        pending.abandon()
+        assert accelerator.log[-1] == "synchronised with side cuda:0"
+        take(stager, 2, [torch.ones(4)]).close()
 
 
 def test_what_cannot_wait_is_complete_when_begin_returns(accelerator: StandInAccelerator) -> None:

@@ -1,0 +1,148 @@
+"""A trainer whose tensors are on a device goes on while they are copied, and each snapshot shows its step boundary.
+
+There is no device here: see ``stand_in_device``. Its training stream is idle, so that it runs at once what is queued.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from stand_in_device import OnDevice, StandInAccelerator, StandInEvent, StandInStream
+from state_equality import exact
+
+from ft_transport import HTTPTransport
+from ft_transport.state import stager
+from ft_transport.state.blocks import FlatState
+from ft_transport.state.copying import CopiesInFlight
+from ft_transport.state.flatten import flatten
+from manager import StateManager
+from manager.snapshots import boundary_copy
+
+LONG = timedelta(seconds=20)
+
+
+class Training:
+    """A model and its optimizer on the device, of one thread."""
+
+    def __init__(self, transport: HTTPTransport[Any]) -> None:
+        self.model = torch.nn.Linear(8, 8)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.manager = StateManager(checkpoint_transport=transport)
+        self.manager.register("model", self.model)
+        self.manager.register("optimizer", self.optimizer)
+        self.manager.attach(self.optimizer)
+        self.step()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(3, 8)).square().mean().backward()
+        self.optimizer.step()
+
+    def state(self) -> Any:
+        return exact({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
+
+
+class WaitsOf:
+    """The names of the threads that have waited for the device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: list[str] = []
+        synchronize = StandInEvent.synchronize
+
+        def wait(event: StandInEvent) -> None:
+            self.names.append(threading.current_thread().name)
+            synchronize(event)
+
+        monkeypatch.setattr(StandInEvent, "synchronize", wait)
+
+
+@pytest.fixture
+def training(
+    monkeypatch: pytest.MonkeyPatch, new_transport: Callable[[], HTTPTransport[Any]]
+) -> Iterator[tuple[Training, HTTPTransport[Any]]]:
+    def on_device(state: object) -> FlatState:
+        flat = flatten(state)
+        flat.blocks.sources[:] = [source.as_subclass(OnDevice) for source in flat.blocks.sources]
+        flat.blocks.addresses[:] = array("q", [0] * len(flat.blocks.sources))
+        return flat
+
+    def wait_event(stream: StandInStream, event: StandInEvent, wait: Any = StandInStream.wait_event) -> None:
+        wait(stream, event)
+        if stream.name.startswith("training"):
+            while stream.queue:
+                stream.queue.pop(0)()
+
+    monkeypatch.setattr(stager, "flatten", on_device)
+    # The optimizer's own tensors say that they are on the host.
+    monkeypatch.setattr(boundary_copy, "belongs_to", lambda _guarded: lambda _tensor: True)
+    monkeypatch.setattr(OnDevice, "stream", None)
+    monkeypatch.setattr(StandInStream, "wait_event", wait_event)
+    OnDevice.accelerator = StandInAccelerator()
+    sender = new_transport()
+    sender.server._stager._resources.device_copier._accelerator = OnDevice.accelerator  # type: ignore[assignment]
+    made = Training(sender)
+    yield made, sender
+    made.manager.shutdown()
+
+
+def test_optimizer_steps_do_not_wait_on_the_host(
+    training: tuple[Training, HTTPTransport[Any]],
+    new_transport: Callable[[], HTTPTransport[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer, sender = training
+    receiver = new_transport()
+    waits, may_complete = WaitsOf(monkeypatch), hold_completion(monkeypatch)
+    for step in range(1, 8):
+        trainer.manager.start_step(step)
+        expected = trainer.state()
+        may_complete.clear()
+        taken = trainer.manager.snapshot()
+        trainer.step()
+        assert not taken.done()
+        may_complete.set()
+        taken.result(LONG.total_seconds())
+        received = receiver.fetch(sender.metadata(), step, timeout=LONG).state["user"]
+        assert exact(received) == expected
+    assert OnDevice.accelerator.log.count("training cuda:0 waits") == 7
+    assert "MainThread" not in waits.names
+
+
+def test_other_writers_wait_on_the_host(
+    training: tuple[Training, HTTPTransport[Any]],
+    new_transport: Callable[[], HTTPTransport[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer, sender = training
+    receiver = new_transport()
+    waits, may_complete = WaitsOf(monkeypatch), hold_completion(monkeypatch)
+    trainer.manager.start_step(1)
+    expected = trainer.state()
+    taken = trainer.manager.snapshot()
+    trainer.manager.disallow_state_dict_read()
+    assert "MainThread" in waits.names
+    with torch.no_grad():
+        trainer.model.weight.zero_()
+    trainer.manager.allow_state_dict_read()
+    may_complete.set()
+    taken.result(LONG.total_seconds())
+    assert exact(receiver.fetch(sender.metadata(), 1, timeout=LONG).state["user"]) == expected
+
+
+def hold_completion(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let no snapshot wait for its copies before the event is set."""
+    may_complete = threading.Event()
+    complete = CopiesInFlight.complete
+
+    def late(copies: CopiesInFlight) -> None:
+        assert may_complete.wait(LONG.total_seconds())
+        complete(copies)
+
+    monkeypatch.setattr(CopiesInFlight, "complete", late)
+    return may_complete
