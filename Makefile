@@ -26,9 +26,9 @@ ZOO_STAMP := $(ZOO_VENV)/.installed
 # One run of tests goes on where another one has failed; no test chosen is no failure.
 PYTEST := tests() { $(VENV)/bin/python -m pytest "$$@" || [ $$? -eq 5 ] || failed=1; }; failed=0; tests
 
-# Three processes on two cores, because tests wait half of the time; in the order of the files. tests/conftest.py keeps
+# Four processes on two cores, because tests wait half of the time; in the order of the files. tests/conftest.py keeps
 # together the tests of a file that share a fixture.
-SHARED := -n 3 --dist loadscope --no-loadscope-reorder
+SHARED := -n 4 --dist loadscope --no-loadscope-reorder
 
 # Without compiled modules each process that a test starts would compile all that it imports, and pytest every test.
 unexport PYTHONDONTWRITEBYTECODE
