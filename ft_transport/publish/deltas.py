@@ -67,13 +67,18 @@ def delta_between(
     )
     if kinds != base_kinds:
         return None
-    pairs = [
-        TensorPair(
-            name, size if (size := tensor.itemsize) in _SIGNED else 1, _bytes_of(base_weights[name]), _bytes_of(tensor)
-        )
-        for name, tensor in weights.items()
-    ]
-    return encode_delta(version, base, pairs)
+    return encode_delta(version, base, [pair_of(name, base_weights[name], each) for name, each in weights.items()])
+
+
+def pair_of(name: str, base: torch.Tensor, new: torch.Tensor) -> TensorPair:
+    """Return the bytes of one tensor in two versions, for `encode_delta`.
+
+    Args:
+        name: Name of the tensor.
+        base: The tensor in the older version, row-major in host memory.
+        new: The tensor in the newer version, with the same dtype and shape, row-major in host memory.
+    """
+    return TensorPair(name, new.itemsize if new.itemsize in _SIGNED else 1, _bytes_of(base), _bytes_of(new))
 
 
 def changes_of(

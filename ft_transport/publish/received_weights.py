@@ -25,8 +25,9 @@ from ft_transport.errors import (
     TransportError,
     escape_peer_text,
 )
+from ft_transport.http.client.connection import Connection
 from ft_transport.http.client.fetch_settings import FetchHandle, FetchSettings, FetchTimeout
-from ft_transport.http.client.manifests import fetch_deltas
+from ft_transport.http.client.manifests import fetch_deltas, fetch_manifest
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.publish.allowed_sources import AllowedSources, SourceRefusedError
 from ft_transport.publish.deltas import changes_of, flip
@@ -164,6 +165,16 @@ class ReceivedWeights:
             ended = DeadlineExceededError(handle.reason)
             ended.destination_touched = error.destination_touched
             raise ended from error
+
+    def wait_until_served(self, address: str, version: int, handle: FetchHandle) -> None:
+        """Wait until a source serves a version, for at most ``timeout``. The arguments and errors are those of `fetch`.
+
+        A source serves the delta of a version before the version. So a `fetch` after this call finds the delta.
+        """
+        source = self._allowed.choose(address, is_given_up=lambda: bool(handle.reason))
+        settings = self._settings(handle)
+        with Connection.of(source, settings) as connection:
+            fetch_manifest(connection, version, settings)
 
     def _fetch(self, source: PeerAddress, version: int, handle: FetchHandle) -> None:
         given = self._weights() if callable(self._weights) else self._weights

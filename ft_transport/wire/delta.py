@@ -14,7 +14,7 @@ each element, the fourth frame has byte 1, and so on.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -169,13 +169,15 @@ class Delta:
             yield TensorChanges(tensor, positions, bits.view(f"<u{tensor.item_bytes}").reshape(-1))
 
 
-def encode_delta(version: int, base: int, pairs: Sequence[TensorPair]) -> bytes | None:
+def encode_delta(version: int, base: int, pairs: Iterable[TensorPair], *, num_bytes: int | None = None) -> bytes | None:
     """Encode the delta between two versions.
 
     Args:
         version: Number of the newer version.
         base: Number of the older version, to which the delta is applied.
-        pairs: All tensors in both versions.
+        pairs: All tensors in both versions. This function reads each pair before it requests the next one.
+        num_bytes: Approximate number of bytes of the newer version; necessary if ``pairs`` is an iterator. Default: the
+            sum over ``pairs``.
 
     Returns:
         The delta. ``None`` if it is not smaller than the blocks of 1 MiB that contain changes, or if its size before
@@ -185,14 +187,14 @@ def encode_delta(version: int, base: int, pairs: Sequence[TensorPair]) -> bytes 
     near: list[Bytes] = []
     far: list[npt.NDArray[np.uint64]] = []
     planes: list[list[Bytes]] = [[] for _ in range(max(_ITEM_BYTES))]
-    most = sum(len(pair.new) for pair in pairs) // _MAX_SHARE
+    most = (sum(len(pair.new) for pair in pairs) if num_bytes is None else num_bytes) // _MAX_SHARE
     num_changed_bytes = num_encoded_bytes = 0
     for pair in pairs:
         found = _differences(pair, (most - num_encoded_bytes) // (1 + pair.item_bytes))
         if found is None:
             return None
-        positions, bits, num_bytes = found
-        num_changed_bytes += num_bytes
+        positions, bits, num_block_bytes = found
+        num_changed_bytes += num_block_bytes
         tensors.append(DeltaTensor(pair.name, len(pair.new), pair.item_bytes, len(positions), digest(pair.new.data)))
         if not len(positions):
             continue

@@ -121,7 +121,7 @@ def note(part, module):
 
 for package in (ft_transport, manager):
     for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        if found.name.endswith((".__main__", ".vllm_backend")) or ".torchtitan" in found.name:
+        if found.name.endswith((".__main__", ".verl_backend", ".vllm_backend")) or ".torchtitan" in found.name:
             continue  # a program; frameworks of other environments
         for value in vars(import_module(found.name)).values():
             if isinstance(value, (msgspec.json.Decoder, msgspec.msgpack.Decoder)):
