@@ -82,13 +82,15 @@ $(SGLANG_STAMP): pyproject.toml constraints-sglang.txt
 	@$(SGLANG_PIP) --constraint constraints-sglang.txt --no-deps sglang xgrammar
 	@touch $@
 
-# Frameworks that start trainers, and that bring too much for the other environment.
+# Frameworks that start trainers, and that bring too much for the other environment. verl imports fastapi, uvicorn and
+# cachetools without requiring them.
 $(INTEGRATIONS_STAMP): pyproject.toml constraints-integrations.txt
 	@echo "installing into $(INTEGRATIONS_VENV); this takes minutes and 2 GB"
 	@$(PYTHON) -m venv $(INTEGRATIONS_VENV)
 	@$(INTEGRATIONS_PIP) torch
 	@$(INTEGRATIONS_PIP) --constraint constraints-integrations.txt \
-		'ray[train]' torchtitan triton hypothesis pytest pytest-timeout --editable '.[torchft]'
+		'ray[train]' torchtitan triton verl fastapi uvicorn cachetools hypothesis pytest pytest-timeout \
+		--editable '.[torchft]'
 	@touch $@
 
 # What the fleet benchmark compares with. Either may be missing: the benchmark says so.
@@ -125,7 +127,7 @@ test-engines: $(ENGINES_STAMP) $(SGLANG_STAMP) ## publish to real engines under 
 	@$(SGLANG_VENV)/bin/python -m pytest tests/engines $(ARGS) || [ $$? -eq 5 ]
 	@$(ENGINES_VENV)/bin/python -m pytest tests/engines $(ARGS) || [ $$? -eq 5 ]
 
-test-integrations: $(INTEGRATIONS_STAMP) ## kill trainers of Ray Train and torchtitan (by hand: an environment of 3 GB, half an hour)
+test-integrations: $(INTEGRATIONS_STAMP) ## kill trainers of Ray Train, torchtitan and verl (by hand: an environment of 3 GB, 40 minutes)
 	@$(INTEGRATIONS_VENV)/bin/python -m pytest tests/integrations $(ARGS) || [ $$? -eq 5 ]
 
 test-versions: ## test with the lowest, the pinned and the newest torch (by hand: an hour, 10 GB; ARGS="--only 3.10")

