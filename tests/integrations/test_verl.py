@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-WORKER = Path(__file__).parents[1] / "workers" / "verl_run.py"
+WORKERS = Path(__file__).parents[1] / "workers"
 ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
     "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
@@ -49,7 +49,7 @@ def run(directory: Path, *command: object, **variables: str) -> str:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("verl")
-    run(directory, WORKER, directory, *documented_overrides())
+    run(directory, WORKERS / "verl_run.py", directory, *documented_overrides())
     result: dict[str, Any] = json.loads((directory / "found.json").read_text())
     return result
 
@@ -117,6 +117,12 @@ def test_a_source_that_dies_during_the_transfer_is_an_error_on_each_rollout_work
     assert any("chunks are missing" in failure for failure in dead["replicas"])
     for update in found["after_dead_source"]:
         check_exact(update)
+
+
+def test_weights_of_all_dtypes_arrive_and_verls_buckets_take_them(tmp_path: Path) -> None:
+    printed = run(tmp_path, WORKERS / "verl_engines.py")
+    assert "expected FT_TRANSPORT_TOKEN or FT_TRANSPORT_TOKEN_FILE in the environment of this rollout worker" in printed
+    assert printed.endswith("all checks passed\n")
 
 
 REPLACED = {

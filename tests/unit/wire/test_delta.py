@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 import numpy as np
 import pytest
@@ -82,6 +84,21 @@ def test_applied_twice_it_undoes_itself() -> None:
     encoded = encode_delta(2, 1, [TensorPair("w", 2, base, changed(base, 2, [5, 70_000]))])
     assert encoded is not None
     assert np.array_equal(applied(encoded, applied(encoded, {"w": base}))["w"], base)
+
+
+def test_the_memory_of_a_pair_may_change_when_the_next_pair_is_requested() -> None:
+    bases = {name: weights(seed) for seed, name in enumerate("abc")}
+    news = {name: changed(base, 2, [5, 70_000]) for name, base in bases.items()}
+    expected = encode_delta(2, 1, [TensorPair(name, 2, bases[name], news[name]) for name in bases])
+
+    def one_by_one() -> Iterator[TensorPair]:
+        memory = np.empty_like(bases["a"])
+        for name, base in bases.items():
+            memory[:] = news[name]
+            yield TensorPair(name, 2, base, memory)
+            base[:] = memory
+
+    assert encode_delta(2, 1, one_by_one(), num_bytes=3 * NUM_BYTES) == expected is not None
 
 
 def test_where_chunks_are_smaller_or_more_than_an_eighth_would_be_taken_there_is_none() -> None:
