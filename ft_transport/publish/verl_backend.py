@@ -28,7 +28,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import ray
 import torch
@@ -50,7 +50,7 @@ from ft_transport.wire.delta import TensorPair, encode_delta
 logger = logging.getLogger(__name__)
 
 NAME: Final = "ft_transport"
-Source = Mapping[str, Any]
+Source: TypeAlias = Mapping[str, Any]
 """The address and the token of actor rank 0, and the number of the next version."""
 
 
@@ -76,11 +76,16 @@ class FTTransportCheckpointEngine(CheckpointEngine):
     """
 
     def __init__(
-        self, bucket_size: int, is_master: bool = False, rollout_dtype: str | None = None, timeout_s: float = 600.0
+        self,
+        bucket_size: int,
+        is_master: bool = False,
+        rollout_dtype: str | torch.dtype | None = None,
+        timeout_s: float = 600.0,
     ) -> None:
         del bucket_size
         timeout = check_duration("timeout_s", timedelta(seconds=timeout_s))
-        dtype = getattr(torch, rollout_dtype, None) if rollout_dtype is not None else None
+        # The configuration has a name, and a caller in Python may pass the dtype, as for verl's other engines.
+        dtype = getattr(torch, str(rollout_dtype).removeprefix("torch."), None) if rollout_dtype is not None else None
         if rollout_dtype is not None and dtype not in CASTABLE:
             raise ConfigurationError(f"expected a floating-point dtype as rollout_dtype, got {rollout_dtype!r}")
         self._sender = _Sender(dtype, timeout) if is_master else None

@@ -149,6 +149,7 @@ from test_correctness_on_gpu import test_nccl_checkpoint_engine
 
 model = make_model(Path(sys.argv[1]) / "model", torch.bfloat16, vocab_size=64, hidden_size=32)
 test_nccl_checkpoint_engine(False, False, 2, 2, num_gpus_per_node=4, model_path=str(model))
+print("the example has ended")
 """
 
 
@@ -171,8 +172,8 @@ def test_verls_own_example_runs_with_another_configuration(tmp_path: Path) -> No
         tmp_path,
         PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}",
         RAY_OVERRIDE_RESOURCES='{"CPU": 32, "GPU": 4}',
-        RAY_DEDUP_LOGS="0",
         # The actor of the example, unlike verl's own, does not import `custom_backend_module`.
         VERL_USE_EXTERNAL_MODULES="verl_on_cpu,ft_transport.publish.verl_backend",
     )
-    assert printed.count("Check passed, all weights are equal!") == 3 * 2
+    # After each update, the example raises an error if the weights of a worker differ from those of the model.
+    assert "the example has ended" in printed

@@ -64,7 +64,7 @@ async def check_kinds() -> None:
 
 
 async def check_cast() -> None:
-    actor, rollout = Engine(1, is_master=True, rollout_dtype="bfloat16"), Engine(1)
+    actor, rollout = Engine(1, is_master=True, rollout_dtype=torch.bfloat16), Engine(1)
     weights = {"float32": torch.randn(10), "int64": torch.arange(3)}
     sent, _ = await update(actor, rollout, weights | {"scaled": torch.ones(4).to(torch.float8_e4m3fn)})
     assert isinstance(sent, PublishError), sent
