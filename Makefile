@@ -82,14 +82,14 @@ $(SGLANG_STAMP): pyproject.toml constraints-sglang.txt
 	@$(SGLANG_PIP) --constraint constraints-sglang.txt --no-deps sglang xgrammar
 	@touch $@
 
-# Frameworks that start trainers, and that bring too much for the other environment. verl imports fastapi, uvicorn and
-# cachetools without requiring them.
+# Frameworks that start trainers, and that bring too much for the other environment. verl imports fastapi, uvicorn,
+# cachetools and pyzmq without requiring them.
 $(INTEGRATIONS_STAMP): pyproject.toml constraints-integrations.txt
 	@echo "installing into $(INTEGRATIONS_VENV); this takes minutes and 2 GB"
 	@$(PYTHON) -m venv $(INTEGRATIONS_VENV)
 	@$(INTEGRATIONS_PIP) torch
 	@$(INTEGRATIONS_PIP) --constraint constraints-integrations.txt \
-		'ray[train]' torchtitan triton verl fastapi uvicorn cachetools hypothesis pytest pytest-timeout \
+		'ray[train]' torchtitan triton verl fastapi uvicorn cachetools pyzmq hypothesis pytest pytest-timeout \
 		--editable '.[torchft]'
 	@touch $@
 

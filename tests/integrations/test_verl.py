@@ -115,6 +115,9 @@ def test_a_source_that_dies_during_the_transfer_is_an_error_on_each_rollout_work
     for failure in dead["replicas"]:
         assert failure.startswith(("FetchFailedError", "PeerUnreachableError"))
     assert any("chunks are missing" in failure for failure in dead["replicas"])
+    # No rollout has got part of the version: each still has the weights of the update before.
+    before = found["restarted_actor"][-1]["expected"]
+    assert dead["digests"] == [before] * 3
     for update in found["after_dead_source"]:
         check_exact(update)
 

@@ -56,7 +56,7 @@ def make_model(directory: Path, dtype: torch.dtype, *, vocab_size: int, hidden_s
 
 
 class Actor(ActorRolloutRefWorker):
-    """An actor rank that trains, reports what its rollout has to get, and fails when told to."""
+    """An actor rank that trains, reports the digest of its weights, and fails on request."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def train(self, step: int) -> None:
@@ -124,7 +124,7 @@ class Rollout(BaseRollout):
 
 
 class RolloutWorker(CheckpointEngineWorker):
-    """A rollout worker that reports what it has got."""
+    """A rollout worker that reports the weights that it received."""
 
     def __init__(self, rollout_config: Any, model_config: Any) -> None:
         super().__init__(rollout_config, model_config, Rollout(config=rollout_config, model_config=model_config))
@@ -256,6 +256,7 @@ def run(job: Job) -> dict[str, Any]:
     job.restart_actor()
     job.groups[0].kill_while_fetching(job.actor.process_id()[0])
     found["dead_source"] = job.update() | {"replicas": job.failures(within_s=60)}
+    found["dead_source"]["digests"] = [each["digest"] for each in job.got().values()]
     job.restart_actor()
     found["after_dead_source"] = [job.compared(), job.compared()]
     return found
