@@ -7,7 +7,9 @@ map.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import math
 import mmap
 import os
@@ -88,18 +90,22 @@ class HostMemory(PrefaultedMemory):
         """Return a description of received tensors, with which other processes can map them.
 
         Returns:
-            The description, and a block with copies of those tensors that are not in this memory: `Restore` keeps small
-            tensors apart. The caller keeps this block as long as other processes may map it.
+            The description, and a block with row-major copies of those tensors that are not row-major or not in this
+            memory: `Restore` keeps small tensors apart. The caller keeps this block as long as others may map it.
         """
         self._files = [each for each in self._files if each[0]() is not None]
-        others = {name: tensor for name, tensor in tensors.items() if tensor.numel() and self._find(tensor) is None}
+        others = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if tensor.numel() and (self._find(tensor) is None or not tensor.is_contiguous())
+        }
         num_bytes = sum(_aligned(tensor.nbytes) for tensor in others.values())
         copies = self.take(num_bytes) if num_bytes else None
         placed = dict(tensors)
         offset = 0
         for name, tensor in others.items():
             placed[name] = torch.frombuffer(copies, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
-            placed[name].copy_(tensor.view(-1))
+            placed[name].view(tensor.shape).copy_(tensor)
             offset += _aligned(tensor.nbytes)
         places = {}
         for name, tensor in placed.items():
@@ -124,7 +130,7 @@ class HostMemory(PrefaultedMemory):
 class SharedWeights:
     """The version that was last received for the workers of an engine. Not thread-safe.
 
-    All workers create this object, and call `fetch`, at the same time.
+    All workers call `fetch` at the same time.
 
     Args:
         received: Fetches versions into ``memory``, if this worker is a leader.
@@ -134,19 +140,17 @@ class SharedWeights:
 
     Attributes:
         version: The version of the tensors. ``None`` before the first version, and after a failed fetch.
-        tensors: The tensors of the version, in host memory. Other workers may read the same memory.
     """
 
     def __init__(self, received: ReceivedWeights, memory: HostMemory, rank: int, gather: Gather) -> None:
         self._received = received
         self._memory = memory
+        self._rank = rank
         self._gather = gather
-        self._leader = _leader_of(rank, gather)
-        self._is_leader = self._leader == rank
+        self._leader: int | None = None
         self._copies: mmap.mmap | None = None
-        self._mapped: dict[tuple[int, int], mmap.mmap] = {}
+        self._description: _Description | None = None
         self.version: int | None = None
-        self.tensors: Mapping[str, torch.Tensor] = {}
 
     def fetch(self, address: str, version: int) -> None:
         """Receive a version. If that fails, ``version`` is ``None`` on all workers, and the leader raises the error.
@@ -160,27 +164,35 @@ class SharedWeights:
             OSError: This worker cannot map the leader's memory.
         """
         self.version = None
+        if self._leader is None:
+            self._leader = _leader_of(self._rank, self._gather)
         description = b""
         try:
-            if self._is_leader:
+            if self._leader == self._rank:
                 self._received.fetch(address, version, FetchHandle())
+                self._copies = None  # the block of the previous version
                 description, self._copies = self._memory.describe(self._received.tensors)
         finally:
             # Also after a failure, because the other workers wait.
             description = self._gather(description)[self._leader]
         if description:
-            self.tensors = self._received.tensors if self._is_leader else self._map(_decoder.decode(description))
+            self._description = _decoder.decode(description)
+            self.tensors()  # so that a worker that cannot map the memory fails here
             self.version = version
 
-    def _map(self, description: _Description) -> dict[str, torch.Tensor]:
-        blocks = []
-        for block in description.blocks:
-            mapped = self._mapped.get((block.device, block.inode))
-            blocks.append(_map(block) if mapped is None else mapped)
-        keys = [(block.device, block.inode) for block in description.blocks]
-        self._mapped = dict(zip(keys, blocks, strict=True))
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the version, in host memory, by name.
+
+        The caller may change them: the mapping is private, so neither other workers nor later calls see the changes.
+        vLLM's loaders of some models do so (vllm/model_executor/models/plamo2.py).
+
+        Raises:
+            OSError: This worker cannot map the leader's memory.
+        """
+        assert self._description is not None, "a version was fetched"
+        blocks = [_map(block) for block in self._description.blocks]
         tensors = {}
-        for name, place in description.tensors.items():
+        for name, place in self._description.tensors.items():
             dtype, count = DTYPES_BY_NAME[place.dtype], math.prod(place.shape)
             if count:
                 flat = torch.frombuffer(blocks[place.block], dtype=dtype, count=count, offset=place.offset)
@@ -191,25 +203,34 @@ class SharedWeights:
 
 
 def _map(block: _Block) -> mmap.mmap:
-    descriptor = os.open(block.path, os.O_RDWR | os.O_CLOEXEC)
+    descriptor = os.open(block.path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        return mmap.mmap(descriptor, block.num_bytes)
+        status = os.fstat(descriptor)
+        if (status.st_dev, status.st_ino) != (block.device, block.inode):
+            raise FileNotFoundError(errno.ENOENT, "expected the memory of the leader, got another file", block.path)
+        return mmap.mmap(descriptor, block.num_bytes, access=mmap.ACCESS_COPY)
     finally:
         os.close(descriptor)
 
 
 def _leader_of(rank: int, gather: Gather) -> int:
     """Return the first rank whose memory this worker can map."""
-    token = secrets.token_hex(_TOKEN_BYTES).encode()
-    descriptor = os.memfd_create(_NAME)
+    token = secrets.token_hex(_TOKEN_BYTES)
+    descriptor: int | None = None
+    offer = ""
     try:
-        os.write(descriptor, token)
-        offers = [offer.decode().split() for offer in gather(b"%s %s" % (token, _path_of(descriptor).encode()))]
-        first = next((at for at, (theirs, path) in enumerate(offers) if _contains(path, theirs)), rank)
+        # Even without a free descriptor, this worker takes part in the exchange: the others wait for it.
+        with contextlib.suppress(OSError):
+            descriptor = os.memfd_create(_NAME)
+            os.write(descriptor, token.encode())
+            offer = f"{token} {_path_of(descriptor)}"
+        offers = [each.decode().split() for each in gather(offer.encode())]
+        first = next((at for at, each in enumerate(offers) if each and _contains(each[1], each[0])), rank)
         # All workers have read the tokens before one of them closes its file. A leader is its own leader.
         return first if int(gather(b"%d" % first)[first]) == first else rank
     finally:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def _contains(path: str, token: str) -> bool:

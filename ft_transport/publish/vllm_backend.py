@@ -123,15 +123,17 @@ class PullingBackend(WeightTransferEngine[Request, WeightTransferUpdateInfo]):
         try:
             if self._keys is not None and not order.is_proved(self._keys, signature):
                 return "unproved"
+            # Not in `_fetch`, where a worker that fails alone would leave the others waiting.
+            if self._fetched is None:
+                self._fetched = self._new_weights()
         except Exception as error:
             return log_failure(version, error)
         return "session_open" if self._is_open else order
 
     def _fetch(self, order: Order) -> Reason | None:
         """Fetch a version. Return the reason of a failure of this worker, or ``None``."""
+        assert self._fetched is not None, "a checked order has a place for its weights"
         try:
-            if self._fetched is None:
-                self._fetched = self._new_weights()
             self._fetched.fetch(order.address, order.version)
         except Exception as error:
             return log_failure(order.version, error)
@@ -156,7 +158,7 @@ class PullingBackend(WeightTransferEngine[Request, WeightTransferUpdateInfo]):
         if fetched is None or fetched.version is None or fetched.version != update_info.get("version"):
             return
         try:
-            self._load(fetched.tensors)
+            self._load(fetched.tensors())
             self._loaded = fetched.version
         except Exception as error:
             # Without a traceback: vLLM's error may contain names of published tensors.

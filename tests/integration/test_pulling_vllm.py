@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -105,6 +107,68 @@ def test_one_worker_on_each_host_fetches(
             assert all(same(model.weights, weights) for model in workers.models)
         versions = [fetched_by(backend).version for backend in workers.backends]
         assert versions == [3 if host not in hosts[:rank] else None for rank, host in enumerate(hosts)]
+
+
+def test_a_loader_that_changes_its_tensors_changes_those_of_no_other_worker(tmp_path: Path) -> None:
+    """As that of vLLM's plamo2 does."""
+    weights = {"norm.weight": torch.zeros(8192), "small.norm.weight": torch.zeros(64)}
+    with serving_workers(tmp_path, 3) as (publisher, _server, workers):
+        for model in workers.models:
+            model._stored = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
+            model.increment = 1.0
+        for version in (1, 2, 3):
+            publisher.publish(version, weights).result(SOON)
+            expected = {name: tensor + 1 for name, tensor in weights.items()}
+            assert all(same(model.weights, expected) for model in workers.models)
+            weights["norm.weight"][version] += 1
+        assert fetched_by(workers.backends[0]).num_bytes_fetched < 2000
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_without_descriptors_reads_anothers_memory_and_one_that_fails_leaves_no_other_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    memfd_create = os.memfd_create
+
+    def refusing(name: str, *flags: int) -> int:
+        if name == shared_weights._NAME and vllm_workers._here.rank == rank:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return memfd_create(name, *flags)
+
+    with serving_workers(tmp_path) as (publisher, _server, workers):
+        monkeypatch.setattr(os, "memfd_create", refusing)
+        publisher.publish(1, weights_of(1)).result(SOON)
+        assert fetched_by(workers.backends[rank]).version is None
+        monkeypatch.setattr(os, "memfd_create", memfd_create)
+        new_weights = workers.backends[rank]._new_weights
+        workers.backends[rank]._fetched = None
+        workers.backends[rank]._new_weights = None
+        with pytest.raises(PublishError, match="engine_failed"):
+            publisher.publish(2, weights_of(2)).result(SOON)
+        workers.backends[rank]._new_weights = new_weights
+        for backend in workers.backends:
+            backend.shutdown()
+        publisher.publish(3, weights_of(3)).result(SOON)
+        assert all(same(model.weights, weights_of(3)) for model in workers.models)
+
+
+def test_a_version_of_a_plain_transport_may_have_any_layout(tmp_path: Path) -> None:
+    weights = {"transposed": torch.randn(200, 300).t(), "plain": torch.randn(100, 100), "small": torch.randn(3, 4).t()}
+    with serving_workers(tmp_path) as (_publisher, _server, workers):
+        for model in workers.models:
+            model._stored = {name: torch.empty(tensor.shape) for name, tensor in weights.items()}
+        settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
+        transport: HTTPTransport[Any] = HTTPTransport(settings=settings)
+        try:
+            transport.send_checkpoint([], 1, {"weights": weights}, SOON)
+            workers.call("init", {"version": 1, **Order(version=1, address=transport.metadata()).body(None)})
+            workers.call("start")
+            workers.call("update", {"version": 1})
+            workers.call("finish")
+            workers.call("init", {"version": 1})
+        finally:
+            transport.shutdown()
+        assert all(same(model.weights, weights) for model in workers.models)
 
 
 def test_a_small_change_costs_a_small_fetch(tmp_path: Path) -> None:

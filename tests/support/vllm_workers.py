@@ -54,12 +54,14 @@ class Model:
         weights: What a forward pass would use; ``None`` between the two ends of a reload.
         loads: The names that each load has brought.
         failure: What the next load ends with, half way.
+        increment: Added to each tensor that a load is given, in place.
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
         self.weights: dict[str, torch.Tensor] | None = {name: each.clone() for name, each in weights.items()}
         self.loads: list[list[str]] = []
         self.failure: Exception | None = None
+        self.increment = 0.0
         self._stored = self.weights
 
     def initialize(self) -> None:
@@ -69,6 +71,8 @@ class Model:
         assert self.weights is None, "loaded outside of a reload"
         self.loads.append([])
         for name, tensor in weights:
+            if self.increment:
+                tensor += self.increment  # noqa: PLW2901
             self._stored[name].copy_(tensor)
             self.loads[-1].append(name)
             if self.failure is not None:
