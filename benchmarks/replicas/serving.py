@@ -10,6 +10,7 @@ from benchmarks import transports
 from benchmarks.replicas.training import Training
 from benchmarks.report import Role
 from ft_transport import HTTPTransport, TransportSettings
+from ft_transport.state.copying import CopiesInFlight
 from ft_transport.transfer.server import SnapshotInProgress
 from manager import Manager
 
@@ -52,10 +53,11 @@ class _TimedClones:
         begin_s = time.monotonic() - started_s
         copy_deferred = in_progress.copy_deferred
 
-        def timed_copy() -> None:
+        def timed_copy() -> CopiesInFlight | None:
             copy_started_s = time.monotonic()
-            copy_deferred()
+            in_flight = copy_deferred()
             self.last_clone_s = begin_s + time.monotonic() - copy_started_s
+            return in_flight
 
         in_progress.copy_deferred = timed_copy  # type: ignore[method-assign]
         return in_progress

@@ -15,19 +15,23 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from operator import methodcaller
 from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 
-from ft_transport.errors import SnapshotError
+from ft_transport.errors import DeadlineExceededError, SnapshotError
 from ft_transport.state.tensors import as_bytes, carrier_of
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
+
+_POLL_S: Final = 0.001
 
 _CUDA_HOST_REGISTER_PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every context of the process
 
@@ -135,13 +139,14 @@ class DeviceCopier:
 class CopiesInFlight:
     """Copies from devices that are queued and may still be running. Thread-safe.
 
-    Each thread that is about to change the sources calls `before_write` first. So the host does not wait for the
-    copies: the device runs the kernels that write after the copies.
+    Each thread that is about to change the sources calls `before_write` or `wait` first. After `before_write`, the host
+    does not wait for the copies: the device runs the kernels that write after the copies.
 
     Args:
         accelerator: Knows the streams of the calling threads.
         finished: For each device, the event at the end of its copies.
-        check: Raises an error if a source has changed. Called once, before the first write or after the copies.
+        check: Raises a `SnapshotError` if a source has changed. Called once, before the first write, or after the
+            copies.
 
     Attributes:
         is_complete: Whether the copies are known to be complete.
@@ -154,36 +159,46 @@ class CopiesInFlight:
         self._finished = finished
         self._check: Callable[[], None] | None = check
         self._mutex = threading.Lock()
-        self._failure: Exception | None = None
+        self._failure: SnapshotError | None = None
         self.is_complete = False
 
-    def before_write(self, *, on_any_stream: bool) -> bool:
-        """Order the following writes to the sources after the copies.
-
-        Args:
-            on_any_stream: Whether the writes may be queued on other streams than those of the calling thread. Then this
-                method waits for the copies.
+    def before_write(self) -> bool:
+        """Order the writes that the calling thread queues on its current streams after the copies.
 
         Returns:
-            Whether later writers must call this method as well.
+            Whether later writers must call this method or `wait` as well.
         """
         with self._mutex:
             if self.is_complete:
                 return False
             self._check_once()
-            if on_any_stream:
-                _synchronize(self._finished.values())
-                self.is_complete = True
-                return False
             for device, event in self._finished.items():
                 self._accelerator.current_stream(device).wait_event(event)
             return True
+
+    def wait(self, timeout: timedelta) -> None:
+        """Wait until the copies are complete, before writes on any stream.
+
+        Raises:
+            DeadlineExceededError: The device has not executed the copies within the timeout.
+        """
+        deadline_s = time.monotonic() + timeout.total_seconds()
+        while not all(event.query() for event in self._finished.values()):
+            if time.monotonic() >= deadline_s:
+                raise DeadlineExceededError(
+                    f"expected the device to copy a snapshot in {timeout.total_seconds():.0f} s, before its tensors "
+                    "change; is a collective stuck on the device?"
+                )
+            time.sleep(_POLL_S)
+        with self._mutex:
+            self._check_once()
+            self.is_complete = True
 
     def complete(self) -> None:
         """Wait until the copies are complete.
 
         Raises:
-            Exception: The error of ``check``: a source has changed before a call of `before_write`.
+            SnapshotError: A source has changed before a writer called `before_write` or `wait`.
         """
         _synchronize(self._finished.values())
         with self._mutex:
@@ -193,12 +208,18 @@ class CopiesInFlight:
             raise self._failure
 
     def _check_once(self) -> None:
-        check, self._check = self._check, None  # it refers to the sources
-        if check is not None:
-            try:
-                check()
-            except Exception as error:  # the snapshot fails, not the writer
-                self._failure = error
+        if self._check is None:
+            return
+        try:
+            self._check()
+        except SnapshotError as error:
+            self._failure = error
+        except BaseException:
+            # A signal handler has raised. The caller may change the sources without another check.
+            self._failure = SnapshotError("the check of whether tensors have changed was interrupted")
+            raise
+        finally:
+            self._check = None  # it refers to the sources
 
 
 def _synchronize(events: Iterable[Any]) -> None:

@@ -158,7 +158,7 @@ class PendingSnapshot:
 
         Returns:
             The queued copies; ``None`` if there are none. The caller may now release the read lock, if each later
-            writer calls ``CopiesInFlight.before_write`` first. `finish` waits for the copies.
+            writer calls a method of `CopiesInFlight` first. `finish` waits for the copies.
         """
         deferred, self._deferred = self._deferred, self._deferred[:0]
         try:
@@ -228,7 +228,7 @@ class PendingSnapshot:
             self._is_held = False
             if self._in_flight is not None:
                 # Otherwise the copies would write into the arena of another snapshot.
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(SnapshotError):
                     self._in_flight.complete()
             self._flat.blocks.sources.clear()
             self._closing()()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import torch
 
 from ft_transport.runtime.decoding import collector_paused
 from ft_transport.state.arena import ArenaPool
-from ft_transport.state.blocks import cast_floating
+from ft_transport.state.blocks import FlatState, cast_floating
 from ft_transport.state.copy_on_write import SnapshotResources
-from ft_transport.state.copying import Accelerator, DeviceCopier, pinning
+from ft_transport.state.copying import Accelerator, DeviceCopier, Marks, pinning
 from ft_transport.state.flatten import flatten
 from ft_transport.state.host_copying import HostCopier
 from ft_transport.state.snapshot import HeldState, PendingSnapshot, Taking, data_bytes_of
@@ -104,10 +105,26 @@ class Stager:
                 self._pool.give_back(arena)
             raise
 
-    def hold(self, taking: Taking) -> HeldState | None:
+    def mark(self) -> Marks:
+        """Record an event on the calling thread's stream of the present accelerator, if there is one.
+
+        The training thread calls this at the step boundary, for a `hold` on another thread.
+        """
+        if not torch.accelerator.is_available():
+            return {}
+        device = torch.accelerator.current_accelerator()
+        assert device is not None, "an accelerator is available"
+        index = torch.accelerator.current_device_index()
+        return self._resources.device_copier.mark([torch.device(device.type, index)])
+
+    def hold(self, taking: Taking, marks: Marks | None = None) -> HeldState | None:
         """Copy the tensors that are not deferrable, so that a snapshot of this step can begin later.
 
-        Called under the read lock, on the thread that owns the state.
+        Called under the read lock.
+
+        Args:
+            taking: The state to capture.
+            marks: The result of `mark`, if this is not the thread that owns the state.
 
         Returns:
             The held state; ``None`` if these tensors have more than ``max_held_bytes`` bytes.
@@ -130,7 +147,8 @@ class Stager:
         if own:
             self.costs.add("snapshot_copy_bytes_total", "clone", by=num_bytes)
             self.costs.add("snapshot_copy_seconds_total", "clone", by=time.monotonic() - began_s)
-        return held
+        # After the clones, which are queued on this thread's streams as well.
+        return replace(held, marks=self._marks(held.flat) | (marks or {}))
 
     def forget_lasting(self) -> None:
         """Discard the cached digests of lasting tensors. Called before one of these tensors may change."""
@@ -141,14 +159,16 @@ class Stager:
             flat = flatten(taking.state)
         if taking.float_dtype is not None:
             flat = cast_floating(flat, taking.float_dtype)
+        return HeldState(taking=taking, flat=flat, marks=self._marks(flat))
+
+    def _marks(self, flat: FlatState) -> Marks:
+        """Record an event, after all work that is queued now, on each device with a tensor of the state."""
         devices = {
             source.device
             for source, address in zip(flat.blocks.sources, flat.blocks.addresses, strict=True)
             if not address and not source.is_cpu
         }
-        # Copies from devices will wait for all work that is queued there now.
-        marks = self._resources.device_copier.mark(sorted(devices, key=str)) if devices else {}
-        return HeldState(taking=taking, flat=flat, marks=marks)
+        return self._resources.device_copier.mark(sorted(devices, key=str)) if devices else {}
 
     def close(self) -> None:
         """End the threads, and free each arena as soon as nobody reads it."""

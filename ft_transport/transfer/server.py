@@ -16,7 +16,7 @@ from ft_transport.http.server.snapshot_cache import Reader, SnapshotCache
 from ft_transport.runtime.signal_safe import Place, SafeEnd, SafeEvent
 from ft_transport.settings import TransportSettings, default_num_threads
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
-from ft_transport.state.copying import CopiesInFlight
+from ft_transport.state.copying import CopiesInFlight, Marks
 from ft_transport.state.snapshot import HeldState, PendingSnapshot, Taking
 from ft_transport.state.stager import Stager
 from ft_transport.telemetry.metrics import Reading, weakly
@@ -189,13 +189,17 @@ class StateServer:
                 error.step = wanted.taking.step if isinstance(wanted, HeldState) else wanted.step
             raise
 
-    def hold(self, taking: Taking) -> HeldState | None:
+    def mark(self) -> Marks:
+        """Record the work of the calling thread that is queued on its accelerator; see `Stager.mark`."""
+        return self._stager.mark()
+
+    def hold(self, taking: Taking, marks: Marks | None = None) -> HeldState | None:
         """Copy everything that is not deferrable, so that `take` can begin a snapshot of this step later.
 
         So a trainer can decide after the step boundary (before ``forward``) whether it takes a snapshot. A held
         state needs memory only for the copies, and does not count towards ``max_snapshots``. Call this on the thread
-        that owns the state. The caller holds the read lock from this call until ``SnapshotInProgress.copy_deferred``
-        has returned.
+        that owns the state, or pass the result of `mark` on that thread. The caller holds the read lock from this call
+        until ``SnapshotInProgress.copy_deferred`` has returned.
 
         Returns:
             The held state; ``None`` if the copies would exceed ``max_held_bytes``.
@@ -203,7 +207,7 @@ class StateServer:
         Raises:
             SnapshotError: The state cannot be captured.
         """
-        return self._stager.hold(taking)
+        return self._stager.hold(taking, marks)
 
     def is_sharing(self) -> bool:
         """Return whether a snapshot may be served from the trainer's own tensors."""

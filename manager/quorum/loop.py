@@ -366,7 +366,7 @@ class QuorumLoop:
         # the lineage differs from that of the other replicas, and this replica heals.
         state.ledger.committed()
         # From here on the caller may change memory that a newcomer reads, even without the lock.
-        state.before_change(is_optimizer_step=True)
+        state.announce("step")
         assert decision is not None, "a replica without a decision has an error"
         state.lineage = next_lineage(state.lineage, decision.group, state.step + 1)
         state.step += 1

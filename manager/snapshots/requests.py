@@ -22,7 +22,7 @@ from manager.state.lock import Section, StateLock
 from manager.state.replica_state import ReplicaState
 
 if TYPE_CHECKING:
-    from ft_transport.state.copying import CopiesInFlight
+    from ft_transport.state.copying import CopiesInFlight, Marks
     from ft_transport.state.snapshot import HeldState
     from ft_transport.transfer.server import SnapshotLease, StateServer
 
@@ -186,11 +186,13 @@ class HeldBoundary:
         job: The snapshot that begins if a request arrives.
         state: Copies of the boundary, or a description of the tensors to copy.
         section: The read section that keeps the rest of the state unchanged.
+        marks: The events on the training thread's streams at the boundary.
     """
 
     job: SnapshotJob
     state: HeldState | BoundaryCopy
     section: Section
+    marks: Marks
 
 
 class CopyInProgress(Protocol):
@@ -231,18 +233,35 @@ def begin_copy(
     """
     section: Section | None = None
     unfinished: list[_Copy] = []
+    is_passed = False
     try:
         # Inside the caller's own write section, everything is copied now: no read section could protect it later.
         if not lock.write_owned():
             section = lock.acquire_read(what, timeout, detached=True)
         unfinished.append(take(section is not None))
+        is_passed = True
         submit(unfinished, section)
     except BaseException:
-        with suppress(IndexError):
-            unfinished.pop().abandon()
-        if section is not None and section.is_open:
-            section.release()
+        take_back(unfinished, section, is_passed=is_passed)
         raise
+
+
+def take_back(unfinished: list[_Copy], section: Section | None, *, is_passed: bool) -> None:
+    """Abandon a snapshot after an error at its beginning, and release its read section.
+
+    Does nothing if another thread already copies the snapshot, which then needs the section.
+
+    Args:
+        unfinished: A list with the snapshot; empty if there is none, or if the other thread has it.
+        section: The section, which may be closed already.
+        is_passed: Whether the snapshot may have been passed to the other thread.
+    """
+    is_own = not is_passed
+    with suppress(IndexError):
+        unfinished.pop().abandon()
+        is_own = True
+    if is_own and section is not None and section.is_open:
+        section.release()
 
 
 def copy_and_publish(state: ReplicaState, unfinished: list[_Copy], section: Section | None) -> None:
@@ -258,12 +277,16 @@ def copy_and_publish(state: ReplicaState, unfinished: list[_Copy], section: Sect
     """
     in_progress = unfinished.pop()
     try:
-        in_flight = in_progress.copy_deferred()
-        if in_flight is not None:
-            state.order_writes_after(in_flight)
-    finally:
-        if section is not None:
-            section.release()
+        try:
+            in_flight = in_progress.copy_deferred()
+            if in_flight is not None:
+                state.order_writes_after(in_flight)
+        finally:
+            if section is not None:
+                section.release()
+    except BaseException:
+        in_progress.abandon()
+        raise
     in_progress.publish()
 
 

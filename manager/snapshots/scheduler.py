@@ -35,6 +35,7 @@ from manager.snapshots.requests import (
     begin_copy,
     copy_and_publish,
     is_final,
+    take_back,
     weak_request,
 )
 from manager.state.lock import Section
@@ -226,22 +227,21 @@ class SnapshotScheduler(StateObserver):
             held.job.future.set_result(None)
             return False
         unfinished: list[SnapshotInProgress] = []
+        is_passed = False
         try:
-            copied = held.state if isinstance(held.state, BoundaryCopy) else None
-            state = self._server.hold(self.copier.capture_copy(held.job.step, copied)) if copied else held.state
+            state: HeldState | BoundaryCopy | None = held.state
+            if isinstance(state, BoundaryCopy):
+                state = self._server.hold(self.copier.capture_copy(held.job.step, state), held.marks)
             assert isinstance(state, HeldState), "all tensors of a copied boundary may be copied later"
             share = is_to_share and state.is_shareable
             unfinished.append(self._server.take(state, share=share))
             if share:
                 # The lock is not needed: a writer copies the shared memory before it changes that memory.
                 held.section.release()
+            is_passed = True
             self._pool.submit(self._complete, held.job, unfinished, None if share else held.section)
         except BaseException as error:
-            # The list is empty if a signal handler raised when the pool's thread already had the snapshot.
-            with suppress(IndexError):
-                unfinished.pop().abandon()
-            if held.section.is_open:
-                held.section.release()
+            take_back(unfinished, held.section, is_passed=is_passed)
             self._end(held.job)
             self._server.snapshot_failed(held.job.step, error, is_final=is_final(error))
             self._failures.held_not_taken(held.job.step, error)
@@ -274,8 +274,9 @@ class SnapshotScheduler(StateObserver):
                 self._end(job)
         if state is None or section is None:
             return False
+        marks = self._server.mark()
         with self._mutex:
-            self._held = HeldBoundary(job, state, section)
+            self._held = HeldBoundary(job, state, section, marks)
         return True
 
     def take(

@@ -31,7 +31,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Final, NoReturn
+from typing import Final, Literal, NoReturn, TypeAlias
 
 from readerwriterlock.rwlock import Lockable, RWLockFair
 
@@ -41,6 +41,11 @@ from manager.errors import Kind, LockHolder, LockNotHeldError, LockOrderError, L
 _logger = logging.getLogger(__name__)
 
 _SLICE_S: Final = 0.05  # costs hardly any CPU time, and is a short delay after a missed wake-up
+
+
+Change: TypeAlias = Literal["step", "disallow", "other"]
+"""The purpose of a write section: an optimizer's step, `StateLock.disallow`, which torchft calls around the steps of
+optimizers, or something else."""
 
 
 @dataclass(slots=True, eq=False)
@@ -138,13 +143,13 @@ class StateLock:
         contended: The waits of threads that did not get the lock at once.
     """
 
-    def __init__(self, *, timeout: timedelta, before_change: Callable[[bool], None] | None = None) -> None:
+    def __init__(self, *, timeout: timedelta, before_change: Callable[[Change], None] | None = None) -> None:
         """Make a lock that no thread holds.
 
         Args:
             timeout: Default deadline of waits.
             before_change: Called on the writing thread when a write section opens, even a nested one. The argument is
-                true if the section is for an optimizer's step only. If the call raises, the section is closed.
+                the purpose of the section. If the call raises, the section is closed.
         """
         self._timeout_s = _seconds(timeout)
         self._before_change = before_change
@@ -259,8 +264,7 @@ class StateLock:
                 self._close(entry)
                 return section
             if entry.kind == "write" and self._before_change is not None:
-                # torchft calls `disallow` around the steps of optimizers.
-                self._before_change(disallows or entry.stepping is not None)
+                self._before_change("disallow" if disallows else "other" if entry.stepping is None else "step")
             if disallows:
                 self._disallowed = section
         except BaseException:

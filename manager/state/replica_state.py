@@ -18,7 +18,7 @@ from ft_transport.telemetry.metrics import Reading
 from ft_transport.telemetry.process_state import HolderStatus, LockStatus, ManagerStatus
 from manager.errors import ManagerError, RegistryError, StateTornError
 from manager.state.compatibility import ConfiguredHyperparameters
-from manager.state.lock import StateLock
+from manager.state.lock import Change, StateLock
 from manager.state.optimizer_guard import OptimizerAttachment, StateObserver, attach_optimizers
 from manager.state.optimizer_states import parameters_of
 from manager.state.parameter_order import (
@@ -71,7 +71,7 @@ class ReplicaState(StateObserver):
 
     def __init__(self, timeout: timedelta) -> None:
         self.timeout = timeout
-        self.lock = StateLock(timeout=timeout, before_change=self.before_change)
+        self.lock = StateLock(timeout=timeout, before_change=self.announce)
         self.registry = StateRegistry()
         self.ledger = StepLedger()
         self.scalers = Scalers(self.registry)
@@ -100,7 +100,7 @@ class ReplicaState(StateObserver):
         if not every_commit:
             self.ledger.let_step_freely(optimizers)
         # A snapshot may share tensors that optimizer steps are going to change from now on.
-        self.before_change(is_optimizer_step=False)
+        self.announce("other")
         self._attachments = [*(earlier for earlier in self._attachments if earlier.optimizers), attachment]
         return attachment
 
@@ -350,14 +350,21 @@ class ReplicaState(StateObserver):
                 with contextlib.suppress(ValueError):  # another thread has removed it
                     self._in_flight.remove(copies)
 
-    def before_change(self, is_optimizer_step: bool) -> None:
-        """Notify the observers that the state is about to change. The lock calls this in every write section."""
-        if self._in_flight:
-            # An optimizer's kernels run on the streams of this thread. Other writers may use any stream.
-            on_own_streams = is_optimizer_step and (self.lock.stepping() is not None or not self.lock.write_owned())
-            self._forget_copies(lambda each: not each.before_write(on_any_stream=not on_own_streams))
+    def announce(self, change: Change) -> None:
+        """Notify the observers that the state is about to change. The lock calls this in every write section.
+
+        Raises:
+            DeadlineExceededError: The device has not copied a snapshot within the lock's timeout.
+        """
+        if change == "step":
+            # An optimizer's kernels run on the streams of this thread.
+            self._forget_copies(lambda each: not each.before_write())
+        else:
+            for copies in list(self._in_flight):
+                copies.wait(self.timeout)
+            self._forget_copies(lambda each: each.is_complete)
         for observer in self._observers:
-            observer.before_change(is_optimizer_step)
+            observer.before_change(change != "other")
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuse the step if the state is partial or an observer refuses it."""

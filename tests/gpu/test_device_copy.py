@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 from state_equality import exact
@@ -76,7 +78,10 @@ def test_a_step_that_is_queued_during_the_copies_runs_after_them(on_any_stream: 
             pending = stager.begin(Taking(step=step, state=parameter, deferrable=lambda tensor: True))
             in_flight = pool.submit(pending.copy_deferred).result()
             assert in_flight is not None
-            in_flight.before_write(on_any_stream=on_any_stream)
+            if on_any_stream:
+                in_flight.wait(timedelta(seconds=20))
+            else:
+                in_flight.before_write()
             parameter.fill_(-1)
             snapshot = pending.finish()
             assert receive(file_of(snapshot)).unique().tolist() == [float(step)]

@@ -105,9 +105,9 @@ class _HeldBack:
         self.publish = snapshot.publish
         self.abandon = snapshot.abandon
 
-    def copy_deferred(self) -> None:
+    def copy_deferred(self) -> Any:
         self._step_is_over.wait(_HOLD_BACK_S)
-        self._snapshot.copy_deferred()
+        return self._snapshot.copy_deferred()
 
 
 @pytest.fixture

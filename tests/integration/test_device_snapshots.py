@@ -21,6 +21,7 @@ from ft_transport.state import stager
 from ft_transport.state.blocks import FlatState
 from ft_transport.state.copying import CopiesInFlight
 from ft_transport.state.flatten import flatten
+from ft_transport.state.snapshot import PendingSnapshot
 from manager import StateManager
 from manager.snapshots import boundary_copy
 
@@ -53,13 +54,15 @@ class WaitsOf:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
-        synchronize = StandInEvent.synchronize
+        for name in ("synchronize", "query"):
+            monkeypatch.setattr(StandInEvent, name, self._recording(getattr(StandInEvent, name)))
 
-        def wait(event: StandInEvent) -> None:
+    def _recording(self, method: Callable[[StandInEvent], Any]) -> Callable[[StandInEvent], Any]:
+        def wait(event: StandInEvent) -> Any:
             self.names.append(threading.current_thread().name)
-            synchronize(event)
+            return method(event)
 
-        monkeypatch.setattr(StandInEvent, "synchronize", wait)
+        return wait
 
 
 @pytest.fixture
@@ -112,6 +115,59 @@ def test_optimizer_steps_do_not_wait_on_the_host(
         assert exact(received) == expected
     assert OnDevice.accelerator.log.count("training cuda:0 waits") == 7
     assert "MainThread" not in waits.names
+
+
+def test_a_disallow_inside_of_a_step_waits_on_the_host(
+    training: tuple[Training, HTTPTransport[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may outlast the step."""
+    trainer, _ = training
+    trainer.optimizer.register_step_pre_hook(lambda *_: trainer.manager.disallow_state_dict_read())
+    waits, may_complete = WaitsOf(monkeypatch), hold_completion(monkeypatch)
+    trainer.manager.start_step(1)
+    taken = trainer.manager.snapshot()
+    trainer.optimizer.step()
+    assert "MainThread" in waits.names
+    trainer.manager.allow_state_dict_read()
+    may_complete.set()
+    taken.result(LONG.total_seconds())
+
+
+def test_an_interrupted_beginning_frees_no_memory_under_running_copies(
+    training: tuple[Training, HTTPTransport[Any]],
+    new_transport: Callable[[], HTTPTransport[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A handler raises on the training thread when the other thread already has the snapshot."""
+    trainer, sender = training
+    scheduler = trainer.manager._replica.snapshots
+    assert scheduler is not None
+    has_begun, may_copy = threading.Event(), threading.Event()
+    submit, copy_deferred = scheduler._pool.submit, PendingSnapshot.copy_deferred
+
+    def late(pending: PendingSnapshot) -> CopiesInFlight | None:
+        has_begun.set()
+        assert may_copy.wait(LONG.total_seconds())
+        return copy_deferred(pending)
+
+    def interrupted(*arguments: Any) -> None:
+        submit(*arguments)
+        assert has_begun.wait(LONG.total_seconds())
+        raise KeyboardInterrupt
+
+    trainer.manager.start_step(1)
+    expected = trainer.state()
+    with monkeypatch.context() as patched:
+        patched.setattr(PendingSnapshot, "copy_deferred", late)
+        patched.setattr(scheduler._pool, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.manager.snapshot()
+        assert trainer.manager._state.lock.holders(), "the state may change before it is copied"
+        may_copy.set()
+    submit(lambda: None).result(LONG.total_seconds())
+    assert not trainer.manager._state.lock.holders()
+    trainer.step()
+    assert exact(new_transport().fetch(sender.metadata(), 1, timeout=LONG).state["user"]) == expected
 
 
 def test_other_writers_wait_on_the_host(

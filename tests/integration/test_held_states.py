@@ -413,9 +413,9 @@ def test_what_a_write_section_changes_is_not_taken_for_a_change_by_forward(
         held: list[Any] = []
         hold = sender.server.hold
 
-        def hold_noted(taking: Any) -> Any:
+        def hold_noted(taking: Any, *marks: Any) -> Any:
             held.append(taking.state["user"]["model"])
-            return hold(taking)
+            return hold(taking, *marks)
 
         sender.server.hold = hold_noted  # type: ignore[method-assign]
         assert training.snapshot_scheduler.settle()

@@ -49,6 +49,13 @@ class StandInEvent:
             assert self.stream is not None, "an event that was not recorded"
             self.stream.queue.pop(0)()
 
+    def query(self) -> bool:
+        """The device has time to run while the host asks again."""
+        assert self.stream is not None
+        self.log.append(f"queried {self.stream.name}")
+        self.run_until()
+        return True
+
     def synchronize(self) -> None:
         assert self.stream is not None
         self.log.append(f"synchronised with {self.stream.name}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from interruptions import at_every_place
 from stand_in_device import OnAnother, OnDevice, StandInAccelerator, StandInEvent, StandInStream
 from state_tools import file_of, open_stager, receive, take
 
-from ft_transport.errors import SnapshotError
+from ft_transport.errors import DeadlineExceededError, SnapshotError
 from ft_transport.state import copying as module
 from ft_transport.state import stager as stager_module
 from ft_transport.state.blocks import FlatState
@@ -79,7 +80,7 @@ def test_an_optimizer_step_runs_after_the_copies_and_the_host_waits_for_neither(
         training.queue.append(lambda: ran.append(True))
         in_flight = pending.copy_deferred()
         assert in_flight is not None
-        assert in_flight.before_write(on_any_stream=False)
+        assert in_flight.before_write()
         assert accelerator.log[1:] == [
             "side cuda:0 waits", "copy on side cuda:0", "recorded on side cuda:0", "training cuda:0 waits"
         ]  # fmt: skip
@@ -93,7 +94,7 @@ def test_an_optimizer_step_runs_after_the_copies_and_the_host_waits_for_neither(
         assert not in_flight.is_complete
         snapshot = pending.finish()
         assert is_step_first or not ran
-        assert not in_flight.before_write(on_any_stream=False)
+        assert not in_flight.before_write()
         assert receive(file_of(snapshot))[0].tolist() == [2.0] * 4
         snapshot.close()
 
@@ -104,8 +105,9 @@ def test_writes_on_other_streams_begin_after_the_copies(accelerator: StandInAcce
         pending = stager.begin(Taking(step=1, state=[parameter], deferrable=lambda tensor: True))
         in_flight = pending.copy_deferred()
         assert in_flight is not None
-        assert not in_flight.before_write(on_any_stream=True)
-        assert accelerator.log[-1] == "synchronised with side cuda:0"
+        in_flight.wait(timedelta(seconds=20))
+        assert accelerator.log[-1] == "queried side cuda:0"
+        assert in_flight.is_complete
         parameter.fill_(3.0)
         snapshot = pending.finish()
         assert receive(file_of(snapshot))[0].tolist() == [2.0] * 4
@@ -128,7 +130,7 @@ def test_only_changes_before_the_next_writer_make_a_snapshot_fail(
         in_flight = pending.copy_deferred()
         assert in_flight is not None
         if is_write_ordered:
-            in_flight.before_write(on_any_stream=False)
+            in_flight.before_write()
         accelerator.current_stream(OnDevice.device).queue.append(lambda: parameter.fill_(3.0))
         torch._C._autograd._unsafe_set_version_counter((parameter,), (1,))
         if is_write_ordered:
@@ -137,6 +139,52 @@ def test_only_changes_before_the_next_writer_make_a_snapshot_fail(
             with pytest.raises(SnapshotError, match="moved"):
                 pending.finish()
         take(stager, 2, [parameter]).close()  # the arena is free again
+
+
+def test_a_device_that_is_stuck_is_named_in_time(
+    accelerator: StandInAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_stager(accelerator=accelerator) as stager:
+        pending = stager.begin(Taking(step=1, state=[torch.ones(4)], deferrable=lambda tensor: True))
+        in_flight = pending.copy_deferred()
+        assert in_flight is not None
+        with monkeypatch.context() as stuck:
+            stuck.setattr(StandInEvent, "query", lambda _event: False)
+            with pytest.raises(DeadlineExceededError, match="expected the device to copy a snapshot in 0 s"):
+                in_flight.wait(timedelta(seconds=0.05))
+        pending.finish().close()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_what_a_handler_raises_during_the_check_reaches_the_writer_and_the_snapshot_fails(
+    accelerator: StandInAccelerator, error: type[BaseException]
+) -> None:
+    def check() -> None:
+        raise error
+
+    with open_stager(accelerator=accelerator) as stager:
+        taking = Taking(step=1, state=[torch.ones(4)], deferrable=lambda tensor: True, check_deferred=check)
+        pending = stager.begin(taking)
+        in_flight = pending.copy_deferred()
+        assert in_flight is not None
+        with pytest.raises(error):
+            in_flight.before_write()
+        in_flight.before_write()
+        with pytest.raises(SnapshotError, match="interrupted"):
+            pending.finish()
+
+
+def test_a_held_state_is_copied_after_the_clones_that_belong_to_it(accelerator: StandInAccelerator) -> None:
+    with open_stager(accelerator=accelerator) as stager:
+        held = stager.hold(Taking(step=1, state=[torch.ones(4)], deferrable=lambda _: False, max_held_bytes=100))
+        assert held is not None
+        accelerator.log.clear()
+        assert held.marks[OnDevice.device].stream is accelerator.current_stream(OnDevice.device)
+        given = accelerator.new_event(OnDevice.device)
+        given.record(accelerator.new_stream(OnDevice.device))
+        again = stager.hold(Taking(step=2, state=[torch.ones(4)], deferrable=lambda _: True), {OnDevice.device: given})
+        assert again is not None
+        assert again.marks == {OnDevice.device: given}
 
 
 def test_an_abandoned_snapshot_frees_its_memory_after_its_copies(accelerator: StandInAccelerator) -> None:
@@ -273,7 +321,7 @@ def test_torchs_own_accelerator_has_what_the_stand_in_has() -> None:
     for name in ("wait_event", "__enter__", "__exit__"):
         assert hasattr(torch.Stream, name)
         assert hasattr(StandInStream, name)
-    for name in ("record", "synchronize"):
+    for name in ("record", "synchronize", "query"):
         assert hasattr(torch.Event, name)
         assert hasattr(StandInEvent, name)
 

@@ -454,10 +454,10 @@ def test_errors_survive_pickling(error: ManagerError) -> None:
 
 
 def test_who_opens_a_write_section_is_announced_before_he_changes_anything() -> None:
-    announced: list[tuple[bool, int]] = []
+    announced: list[tuple[str, int]] = []
     lock = StateLock(
         timeout=timedelta(seconds=_LONG_S),
-        before_change=lambda is_step: announced.append((is_step, len(lock.holders()))),
+        before_change=lambda change: announced.append((change, len(lock.holders()))),
     )
     with lock.write("outer"), lock.write("inner"):
         pass
@@ -467,7 +467,7 @@ def test_who_opens_a_write_section_is_announced_before_he_changes_anything() -> 
     lock.allow()
     with lock.read("reading"):
         pass
-    assert announced == [(False, 1), (False, 2), (True, 1), (True, 1)]
+    assert announced == [("other", 1), ("other", 2), ("step", 1), ("disallow", 1)]
 
 
 @pytest.mark.parametrize(
@@ -480,7 +480,7 @@ def test_who_opens_a_write_section_is_announced_before_he_changes_anything() -> 
     ids=["with", "acquire", "disallow"],
 )
 def test_a_writer_whose_announcement_fails_holds_nothing(open_section: Callable[[StateLock], object]) -> None:
-    def fail(_is_step: bool) -> None:
+    def fail(_change: str) -> None:
         raise MemoryError
 
     lock = StateLock(timeout=timedelta(seconds=_LONG_S), before_change=fail)
