@@ -42,19 +42,21 @@ class Trainer:
         self.manager.attach(self.optimizer)
         self.at_boundary: Callable[[int], None] = lambda step: None
         self.is_bucketed = False
+        self.num_wanted = 0
         self.at_quorum: Callable[[], object] = lambda: None
         self.states: dict[int, tuple[torch.Tensor, float]] = {}
 
     def run(self, *, overflows: bool = False, is_late: bool = True) -> dict[int, tuple[torch.Tensor, float]]:
-        """Train; return weights and scale at each step.
+        """Train until so many replicas as wanted have committed a step together; return weights and scale at each step.
 
         Args:
             overflows: Whether a gradient is infinite at one step.
             is_late: Whether gradients are unscaled after they are averaged, as they should be.
         """
         manager, scaler, optimizer, model = self.manager, self.scaler, self.optimizer, self.model
+        has_met = False
         try:
-            while manager.current_step() < NUM_STEPS:
+            while manager.current_step() < NUM_STEPS or not has_met:
                 self.at_boundary(manager.current_step())
                 manager.start_quorum()
                 manager.wait_quorum()
@@ -81,6 +83,7 @@ class Trainer:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
                     scaler.step(optimizer)
                     scaler.update()
+                    has_met = has_met or manager.num_participants() >= self.num_wanted
             return self.states
         finally:
             manager.shutdown()
@@ -232,10 +235,12 @@ def test_a_newcomer_has_the_scale_and_names_a_source_that_is_not_finite(
         assert is_begun.wait(LONG_S)
         # The others wait for it from here on.
         late = Trainer(address, "replica_2")
+        late.num_wanted = 3
         has_joined.set()
         return late.run()
 
     for trainer in (first, second):
+        trainer.num_wanted = 3
         trainer.at_boundary = lambda step, trainer=trainer: wait_for_the_newcomer(step, trainer)  # type: ignore[misc]
     states = run_replicas(first.run, lambda: second.run(overflows=True), join)
     named = [each for each in told(caplog) if "contains NaN or infinity in model.bias" in each]
