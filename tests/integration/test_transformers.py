@@ -159,10 +159,10 @@ def test_a_killed_process_resumes_from_host_memory(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("tier", ["--keep-every", "--save-every"])
 def test_kills_at_random_moments_change_nothing(tmp_path: Path, tier: str) -> None:
-    undisturbed = lives(WORKER, tmp_path / "undisturbed", [], "--plain", "--epochs", "40")
+    undisturbed = lives(WORKER, tmp_path / "undisturbed", [], "--plain", "--epochs", "80")
     chosen = random.Random(tier)
     kills = [{"KILL_AFTER_S": str(chosen.uniform(0.0, 0.4))} for _ in range(20)]
-    assert lives(WORKER, tmp_path / "killed", kills, tier, "5", "--epochs", "40") == undisturbed
+    assert lives(WORKER, tmp_path / "killed", kills, tier, "5", "--epochs", "80") == undisturbed
 
 
 @pytest.mark.long
