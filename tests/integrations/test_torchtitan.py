@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -69,7 +70,12 @@ def kill_at_random(runs: ExampleReplicas, name: str, chosen: random.Random) -> N
     for rank in chosen.choice([ranks, [chosen.choice(ranks)]]):
         rank.process.kill()
     for rank in ranks:
-        rank.process.wait(_TIMEOUT_S)
+        try:
+            rank.process.wait(_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            rank.process.send_signal(signal.SIGABRT)  # the log then has the stacks of its threads
+            rank.process.wait(_TIMEOUT_S)
+            raise AssertionError(f"expected all ranks to end after the kill of one\n{runs.logs()}") from None
 
 
 def assert_same(killed: Outcome, whole: Outcome) -> None:

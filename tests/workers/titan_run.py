@@ -6,6 +6,7 @@ Usage: ``titan_run.py [--plain] …`` with the options of ``train_torchtitan.py`
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import json
 import os
 import sys
@@ -102,4 +103,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
     main()
