@@ -23,6 +23,8 @@ WORKER = Path(__file__).parents[1] / "workers" / "titan_run.py"
 EXAMPLE = "train_torchtitan.py"
 _TIMEOUT_S = 240.0
 _NUM_RANKS = 2
+_AGENT_S = 60.0
+"""Time in which a rank may notice itself that another one was killed."""
 
 
 @dataclass
@@ -63,7 +65,11 @@ def undisturbed(address: str, folder: Path, *arguments: str) -> Outcome:
 
 
 def kill_at_random(runs: ExampleReplicas, name: str, chosen: random.Random) -> None:
-    """Kill all ranks or one rank of the newest start at a random moment, and wait for all of them to end."""
+    """Kill all ranks or one rank of the newest start at a random moment, and wait for all of them to end.
+
+    There is no agent here, as torchrun has one: it ends the other ranks at once. A rank that waits for the dead one in
+    ``resume`` would go on waiting until the timeout of its store.
+    """
     ranks = runs.starts[name][-1]
     runs.wait_for_lines(ranks, chosen.randint(1, 9), _TIMEOUT_S)
     time.sleep(chosen.random() * 0.3)  # no wait for a condition: the kill falls between two lines
@@ -71,11 +77,10 @@ def kill_at_random(runs: ExampleReplicas, name: str, chosen: random.Random) -> N
         rank.process.kill()
     for rank in ranks:
         try:
-            rank.process.wait(_TIMEOUT_S)
+            rank.process.wait(_AGENT_S)
         except subprocess.TimeoutExpired:
-            rank.process.send_signal(signal.SIGABRT)  # the log then has the stacks of its threads
+            rank.process.kill()
             rank.process.wait(_TIMEOUT_S)
-            raise AssertionError(f"expected all ranks to end after the kill of one\n{runs.logs()}") from None
 
 
 def assert_same(killed: Outcome, whole: Outcome) -> None:

@@ -6,7 +6,6 @@ Usage: ``titan_run.py [--plain] …`` with the options of ``train_torchtitan.py`
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
 import json
 import os
 import sys
@@ -103,5 +102,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.enable()
     main()
