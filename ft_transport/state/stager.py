@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Set
 
 import torch
 
@@ -89,7 +89,10 @@ class Stager:
         Raises:
             SnapshotError: The state cannot be captured, or not enough memory is free. No arena stays in use.
         """
-        held = wanted if isinstance(wanted, HeldState) else self._flattened(wanted)
+        held = wanted
+        if isinstance(held, Taking):
+            flat = self._flattened(held)
+            held = HeldState(taking=held, flat=flat, marks=self._marks(flat))
         arena = None if share else self._pool.take(data_bytes_of(held.flat))
         try:
             pending = PendingSnapshot(held, self._resources, digester=digester, arena=arena)
@@ -105,17 +108,13 @@ class Stager:
                 self._pool.give_back(arena)
             raise
 
-    def mark(self) -> Marks:
-        """Record an event on the calling thread's stream of the present accelerator, if there is one.
+    def mark(self, devices: Set[torch.device]) -> Marks:
+        """Record an event on the calling thread's stream of each device, except the host.
 
         The training thread calls this at the step boundary, for a `hold` on another thread.
         """
-        if not torch.accelerator.is_available():
-            return {}
-        device = torch.accelerator.current_accelerator()
-        assert device is not None, "an accelerator is available"
-        index = torch.accelerator.current_device_index()
-        return self._resources.device_copier.mark([torch.device(device.type, index)])
+        on_streams = [device for device in devices if device.type not in ("cpu", "meta")]
+        return self._resources.device_copier.mark(sorted(on_streams, key=str))
 
     def hold(self, taking: Taking, marks: Marks | None = None) -> HeldState | None:
         """Copy the tensors that are not deferrable, so that a snapshot of this step can begin later.
@@ -132,8 +131,8 @@ class Stager:
         Raises:
             SnapshotError: The state cannot be captured.
         """
-        held = self._flattened(taking)
-        blocks, deferrable = held.flat.blocks, taking.deferrable
+        flat = self._flattened(taking)
+        blocks, deferrable = flat.blocks, taking.deferrable
         own = [index for index, source in enumerate(blocks.sources) if deferrable is None or not deferrable(source)]
         num_bytes = sum(blocks.num_bytes[index] for index in own)
         if num_bytes > taking.max_held_bytes:
@@ -148,18 +147,17 @@ class Stager:
             self.costs.add("snapshot_copy_bytes_total", "clone", by=num_bytes)
             self.costs.add("snapshot_copy_seconds_total", "clone", by=time.monotonic() - began_s)
         # After the clones, which are queued on this thread's streams as well.
-        return replace(held, marks=self._marks(held.flat) | (marks or {}))
+        return HeldState(taking=taking, flat=flat, marks=self._marks(flat) | (marks or {}))
 
     def forget_lasting(self) -> None:
         """Discard the cached digests of lasting tensors. Called before one of these tensors may change."""
         self._resources.lasting.forget()
 
-    def _flattened(self, taking: Taking) -> HeldState:
+    @staticmethod
+    def _flattened(taking: Taking) -> FlatState:
         with collector_paused():
             flat = flatten(taking.state)
-        if taking.float_dtype is not None:
-            flat = cast_floating(flat, taking.float_dtype)
-        return HeldState(taking=taking, flat=flat, marks=self._marks(flat))
+        return flat if taking.float_dtype is None else cast_floating(flat, taking.float_dtype)
 
     def _marks(self, flat: FlatState) -> Marks:
         """Record an event, after all work that is queued now, on each device with a tensor of the state."""
@@ -168,7 +166,7 @@ class Stager:
             for source, address in zip(flat.blocks.sources, flat.blocks.addresses, strict=True)
             if not address and not source.is_cpu
         }
-        return self._resources.device_copier.mark(sorted(devices, key=str)) if devices else {}
+        return self._resources.device_copier.mark(sorted(devices, key=str))
 
     def close(self) -> None:
         """End the threads, and free each arena as soon as nobody reads it."""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import Final
 
+import torch
+
 from ft_transport.credentials import Certificates, Keys
 from ft_transport.errors import SnapshotError, TransportError
 from ft_transport.http.server.server import SnapshotServer
@@ -189,9 +191,9 @@ class StateServer:
                 error.step = wanted.taking.step if isinstance(wanted, HeldState) else wanted.step
             raise
 
-    def mark(self) -> Marks:
-        """Record the work of the calling thread that is queued on its accelerator; see `Stager.mark`."""
-        return self._stager.mark()
+    def mark(self, devices: Set[torch.device]) -> Marks:
+        """Record the work that the calling thread has queued on these devices; see `Stager.mark`."""
+        return self._stager.mark(devices)
 
     def hold(self, taking: Taking, marks: Marks | None = None) -> HeldState | None:
         """Copy everything that is not deferrable, so that `take` can begin a snapshot of this step later.

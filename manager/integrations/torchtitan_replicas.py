@@ -230,7 +230,7 @@ class _Batches:
 
     @property
     def is_excluded(self) -> bool:
-        """Whether this replica ignores the loaded place, and begins its data again."""
+        """Return whether this replica begins its data again, whatever place a state has."""
         return self._place is not None and self._place.is_excluded
 
     def of_place(self, place: DataPlace) -> _Batches:

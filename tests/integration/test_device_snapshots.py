@@ -120,7 +120,7 @@ def test_optimizer_steps_do_not_wait_on_the_host(
 def test_a_disallow_inside_of_a_step_waits_on_the_host(
     training: tuple[Training, HTTPTransport[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may outlast the step."""
+    """The section of ``disallow`` may outlast the step."""
     trainer, _ = training
     trainer.optimizer.register_step_pre_hook(lambda *_: trainer.manager.disallow_state_dict_read())
     waits, may_complete = WaitsOf(monkeypatch), hold_completion(monkeypatch)

@@ -35,7 +35,7 @@ def weights_of(version: int) -> Weights:
 
 
 def fetched_by(backend: Any) -> Any:
-    """What the worker itself fetches; only the first one on a host does."""
+    """Return the weights that a worker itself fetches, as the first one on a host does."""
     return backend._fetched._received
 
 

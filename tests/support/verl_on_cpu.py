@@ -23,7 +23,7 @@ verl.utils.distributed.initialize_global_process_group_ray = partial(
 
 
 class _Device(ModuleType):
-    """What verl calls of a ``torch.<device>`` module."""
+    """The functions of a ``torch.<device>`` module that verl calls."""
 
     is_available = staticmethod(lambda: False)
     empty_cache = ipc_collect = synchronize = staticmethod(lambda *_: None)

@@ -182,6 +182,7 @@ def test_a_held_state_is_copied_after_the_clones_that_belong_to_it(accelerator: 
         assert held.marks[OnDevice.device].stream is accelerator.current_stream(OnDevice.device)
         given = accelerator.new_event(OnDevice.device)
         given.record(accelerator.new_stream(OnDevice.device))
+        assert stager.mark({OnDevice.device, torch.device("cpu")}).keys() == {OnDevice.device}
         again = stager.hold(Taking(step=2, state=[torch.ones(4)], deferrable=lambda _: True), {OnDevice.device: given})
         assert again is not None
         assert again.marks == {OnDevice.device: given}
@@ -258,6 +259,8 @@ def test_on_the_host_no_stream_is_asked_for() -> None:
     accelerator = StandInAccelerator()
     with open_stager(accelerator=accelerator) as stager:
         take(stager, 1, torch.ones(3)).close()
+        # Not even where there is an accelerator: a process that was forked must not use it.
+        assert stager.mark({torch.device("cpu"), torch.device("meta")}) == {}
     assert accelerator.log == []
     assert accelerator.num_streams == 0
 
