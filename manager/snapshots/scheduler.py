@@ -45,6 +45,7 @@ from manager.state.replica_state import ReplicaState
 
 if TYPE_CHECKING:
     from ft_transport import HTTPTransport
+    from ft_transport.state.copying import Marks
     from ft_transport.transfer.server import SnapshotInProgress, SnapshotLease
 
 logger = logging.getLogger(__name__)
@@ -253,12 +254,12 @@ class SnapshotScheduler(StateObserver):
     def _hold_back(self, job: SnapshotJob, *, is_wanted: bool, is_to_share: bool) -> bool:
         """Keep the state unchanged until `settle` is called; return whether it can be kept."""
         section: Section | None = None
-        held: HeldBoundary | None = None
+        state: HeldState | BoundaryCopy | None = None
+        marks: Marks = {}
         try:
             # Inside the caller's own write section, no read section can protect the state until later.
             if not self._lock.write_owned():
                 section = self._lock.acquire_read(f"state of step {job.step}", BOUNDARY_TIMEOUT, detached=True)
-                state: HeldState | BoundaryCopy | None
                 if not is_wanted:
                     state = self.copier.copy()
                 else:
@@ -268,20 +269,20 @@ class SnapshotScheduler(StateObserver):
                     # The first parameter of a group stands for all: one that is on another device is marked later.
                     groups = [group["params"] for each in self._state.optimizers() for group in each.param_groups]
                     marks = self._server.mark({parameters[0].device for parameters in groups if parameters})
-                    held = HeldBoundary(job, state, section, marks)
         except Exception as error:
+            state = None
             level = logging.DEBUG if isinstance(error, (ManagerError, TransportError)) else logging.ERROR
             reason = f"{type(error).__name__}: {error}"
             logger.log(level, "step %d: the state could not be kept for a later snapshot: %s", job.step, reason)
         finally:
-            if held is None:
+            if state is None:
                 if section is not None:
                     section.release()
                 self._end(job)
-        if held is None:
+        if state is None or section is None:
             return False
         with self._mutex:
-            self._held = held
+            self._held = HeldBoundary(job, state, section, marks)
         return True
 
     def take(
