@@ -140,7 +140,9 @@ torchft-tests: $(STAMP) ## time the tests that torchft ships with our Manager an
 	@PYTHONPATH=tests/support:tests/workers $(VENV)/bin/python tests/workers/torchft_upstream.py compare $(ARGS)
 
 gpu-figures: $(STAMP) ## measure on a GPU, and record the figures (by hand, where there is one: 8 minutes)
-	@$(VENV)/bin/python -m benchmarks gpu --samples 2 --full --record $(ARGS)
+	@$(PIP) --no-deps --upgrade --target build/gpu-peers lm-resiliency==0.2.0 || \
+		echo "WARNING: lm-resiliency could not be installed; it will not be measured" >&2
+	@PYTHONPATH=build/gpu-peers $(VENV)/bin/python -m benchmarks gpu --full --samples 2 --record $(ARGS)
 
 proxy-faults: $(STAMP) ## fetches through proxies that hurt connections (by hand: ARGS="--num 20000 --seed 7")
 	@PYTHONPATH=.:tests/support $(VENV)/bin/python tests/workers/proxy_faults.py $(ARGS)

@@ -98,15 +98,19 @@ def main() -> None:
     for group in _measure(arguments, Console(stderr=True, style="dim", highlight=False)):
         lines = figures.lines_of(group, machine)
         print(f"{group.benchmark}: {group.title}")
-        print(figures.table(line for line in lines if arguments.full or line.direction), *_captions(group), sep="\n")
+        print(
+            figures.table(line for line in lines if arguments.full or line.direction),
+            *_captions(group, is_full=arguments.full),
+            sep="\n",
+        )
         if arguments.record:
             figures.record(lines)
 
 
-def _captions(group: Group) -> Iterator[str]:
+def _captions(group: Group, *, is_full: bool) -> Iterator[str]:
     """Targets that could not be measured, with the notes; and how many samples were disturbed."""
     missing = [f"not measured: {verdict.text}" for verdict in group.verdicts if verdict.figure is None]
-    yield from [*missing, *group.notes] if missing or not group.verdicts else []
+    yield from [*missing, *group.notes] if is_full or missing or not group.verdicts else []
     if num_busy := sum(series.num_busy for series in group.series):
         num_samples = sum(len(series.samples) for series in group.series)
         yield f"{num_busy} of {num_samples} samples ran while others used the machine\n"

@@ -169,10 +169,16 @@ def quantities(trained: Report, joined: Report) -> dict[Quantity, float]:
     }
 
 
-def ratios(trained: Report, joined: Report) -> dict[Quantity, float]:
-    """The cost that a training replica pays while another one joins its job, or a job beside it."""
-    first = joined.committed[0]
-    asked_s, joined_s = joined.steps[0].began_s, first.ended_s
+def ratios(trained: Report, joined: Report, *, joined_s: float | None = None) -> dict[Quantity, float]:
+    """The cost that a training replica pays while another one joins its job, or a job beside it.
+
+    Args:
+        trained: Of the replica that trains.
+        joined: Of the newcomer.
+        joined_s: When the newcomer has joined; ``None`` for the end of its first committed step.
+    """
+    asked_s = joined.steps[0].began_s
+    joined_s = joined.committed[0].ended_s if joined_s is None else joined_s
     before = [step for step in trained.steps if step.ended_s < asked_s]
     during = [step for step in trained.steps if step.ended_s >= asked_s and step.began_s <= joined_s]
     after = [step for step in trained.steps if step.began_s > joined_s]

@@ -34,6 +34,7 @@ _PRELOADED: Final = (
     "benchmarks.fetch",
     "benchmarks.fleet_runs",
     "benchmarks.goodput",
+    "benchmarks.gpu",
     "benchmarks.heal",
     "benchmarks.keep",
     "benchmarks.keep_copies",

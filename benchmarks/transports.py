@@ -134,7 +134,7 @@ def serve_torchft_gloo(state: State, _num_bytes: int, _stack: contextlib.ExitSta
         address = f"127.0.0.1:{store.port}/receiver/{next(numbers)}"
 
         def send() -> None:
-            transport = _torchft_gloo_transport(address, 0, None)
+            transport = torchft_gloo_transport(address, 0, None)
             for _ in range(num_fetches):
                 transport.send_checkpoint(dst_ranks=[1], step=STEP, state_dict=state, timeout=TIMEOUT)
 
@@ -146,11 +146,11 @@ def serve_torchft_gloo(state: State, _num_bytes: int, _stack: contextlib.ExitSta
 
 def prepare_torchft_gloo(receiver: Receiver) -> Fetch:
     own_state = build_destination(receiver.spec)
-    transport = _torchft_gloo_transport(receiver.address, 1, lambda: own_state)
+    transport = torchft_gloo_transport(receiver.address, 1, lambda: own_state)
     return lambda: transport.recv_checkpoint(0, transport.metadata(), STEP, TIMEOUT)
 
 
-def _torchft_gloo_transport(store_address: str, rank: int, state_dict: Callable[[], object] | None) -> Any:
+def torchft_gloo_transport(store_address: str, rank: int, state_dict: Callable[[], object] | None) -> Any:
     """A PGTransport over gloo. Returns when both ranks have connected."""
     from torchft.checkpointing.pg_transport import PGTransport
     from torchft.process_group import ProcessGroupGloo

@@ -29,12 +29,14 @@ class Step:
         times: See above.
         committed_step: The step that it committed, if it did.
         waited_s: For how long it had no processor.
+        contributed: Whether the replica contributed to the step that it committed.
     """
 
     began_s: float
     times: StepTimes
     committed_step: int | None
     waited_s: float = 0.0
+    contributed: bool = False
 
     @property
     def ended_s(self) -> float:
@@ -51,6 +53,10 @@ class Report:
     @property
     def committed(self) -> list[Step]:
         return [step for step in self.steps if step.committed_step is not None]
+
+    @property
+    def contributed(self) -> list[Step]:
+        return [step for step in self.steps if step.contributed]
 
 
 def train(channel: Channel, variant: ManagerVariant, model: Model, lighthouse: str, num_steps: int) -> None:
@@ -82,6 +88,18 @@ def join(channel: Channel, variant: ManagerVariant, model: Model, lighthouse: st
     """Steps, says its `Report` after ``num_steps`` were committed, and goes on."""
     replica = _Replica(channel, variant, make_training(model), model=model, name="joins", lighthouse=lighthouse)
     replica.commit(num_steps)
+    channel.say(replica.report)
+    while True:
+        replica.step()
+
+
+def join_and_contribute(
+    channel: Channel, variant: ManagerVariant, model: Model, lighthouse: str, num_steps: int
+) -> None:
+    """As `join`, but says its `Report` when it has contributed to ``num_steps``."""
+    replica = _Replica(channel, variant, make_training(model), model=model, name="joins", lighthouse=lighthouse)
+    while len(replica.report.contributed) < num_steps:
+        replica.step()
     channel.say(replica.report)
     while True:
         replica.step()
@@ -128,4 +146,7 @@ class _Replica:
         times, committed = step_once(self._training, self._loop)
         step = self._loop.current_step() if committed else None
         waited_s = processor_wait_s() - waited_s
-        self.report.steps.append(Step(began_s=began_s, times=times, committed_step=step, waited_s=waited_s))
+        contributed = committed and self._loop.is_participating()
+        self.report.steps.append(
+            Step(began_s=began_s, times=times, committed_step=step, waited_s=waited_s, contributed=contributed)
+        )

@@ -20,6 +20,7 @@ class Model:
         is_foreach: Whether the optimizer steps all tensors at once; ``None`` leaves it to torch.
         width: Of frozen square layers, each beside an adapter of low rank that is trained; 0 for tensors alone.
         is_warm: Whether a replica computes once before it joins, as docs/quorum-loop.md advises.
+        device: Where the tensors are, if there are no layers.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Model:
     is_foreach: bool | None = True
     width: int = 0
     is_warm: bool = False
+    device: str = "cpu"
 
     @property
     def state_bytes(self) -> int:
@@ -91,11 +93,12 @@ class Training:
     """The model and its optimizer."""
 
     def __init__(self, model: Model) -> None:
-        self.trained = [torch.nn.Parameter(torch.randn(model.num_items)) for _ in range(model.num_tensors)]
-        frozen = [
-            torch.nn.Parameter(torch.randn(model.num_frozen_items), requires_grad=False)
-            for _ in range(model.num_tensors if model.num_frozen_items else 0)
-        ]
+        with torch.device(model.device):
+            self.trained = [torch.nn.Parameter(torch.randn(model.num_items)) for _ in range(model.num_tensors)]
+            frozen = [
+                torch.nn.Parameter(torch.randn(model.num_frozen_items), requires_grad=False)
+                for _ in range(model.num_tensors if model.num_frozen_items else 0)
+            ]
         self.model = torch.nn.ParameterList([*self.trained, *frozen])
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-3, foreach=model.is_foreach)
 
