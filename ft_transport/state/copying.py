@@ -1,35 +1,23 @@
-"""Copies between devices and the host, bit for bit.
+"""Copies from devices to page-locked memory of the host.
 
 `DeviceCopier` copies into a page-locked arena on a side stream. The side stream first waits for an event on the
 training thread's stream. Without that event, it would read parameters while the optimizer's kernels still write them:
 ``step()`` only queues these kernels. All streams are made by ``torch.accelerator``. `CopiesInFlight` lets the next
 optimizer step begin before the copies are complete: the device then runs the step's kernels after the copies.
-
-`BounceBuffers` copies from and to ordinary host memory through page-locked buffers, which the device reads and writes
-directly. For ordinary memory, the driver would copy through its own buffers, on one thread. For 4 GiB to an H200 on 16
-cores, the driver took 440 ms, and these buffers took 80 ms. Locking the memory itself, copying and unlocking took 207
-ms.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from operator import methodcaller
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 import torch
 
 from ft_transport.errors import DeadlineExceededError, SnapshotError
-from ft_transport.state.tensors import as_bytes, carrier_of
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-logger = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.001
 
@@ -56,6 +44,16 @@ class Accelerator:
         return torch.Event(device=device)
 
 
+def mark(accelerator: Accelerator, devices: Iterable[torch.device]) -> Marks:
+    """Record an event on the calling thread's stream of each device, after all work that is queued now."""
+    events = {}
+    for device in devices:
+        event = accelerator.new_event(device)
+        event.record(accelerator.current_stream(device))
+        events[device] = event
+    return events
+
+
 class DeviceCopier:
     """Copies from devices to the host, on one side stream for each device.
 
@@ -67,17 +65,9 @@ class DeviceCopier:
         self._accelerator = accelerator
         self._streams: dict[torch.device, Any] = {}
 
-    def mark(self, devices: Sequence[torch.device]) -> Marks:
-        """Record an event on the calling thread's stream of each device, after all work that is queued now.
-
-        The training thread calls this at the step boundary (before ``forward``).
-        """
-        events = {}
-        for device in devices:
-            event = self._accelerator.new_event(device)
-            event.record(self._accelerator.current_stream(device))
-            events[device] = event
-        return events
+    def mark(self, devices: Iterable[torch.device]) -> Marks:
+        """See `mark`. The training thread calls this at the step boundary (before ``forward``)."""
+        return mark(self._accelerator, devices)
 
     def copy(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Marks) -> None:
         """Copy each source on a device to its host target, after the events of `mark`. Return when all are complete.
@@ -255,163 +245,3 @@ def pinning() -> Callable[[torch.Tensor], Callable[[], None]] | None:
         return unpin
 
     return pin
-
-
-_HALF_BYTES: Final = 32 << 20
-_ALIGN_BYTES: Final = 64
-_LEAST_BYTES: Final = 1 << 20
-"""Smaller copies use ordinary memory, because torch frees page-locked memory only when the process ends."""
-
-Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Target and source of a copy."""
-
-
-class BounceBuffers:
-    """Copies through two page-locked buffers: the host fills or empties one while the device copies the other.
-
-    Args:
-        accelerator: Makes streams and events; torch's own by default.
-        half_bytes: Largest size of each buffer.
-    """
-
-    def __init__(self, accelerator: Accelerator | None = None, *, half_bytes: int = _HALF_BYTES) -> None:
-        self._accelerator = accelerator if accelerator is not None else Accelerator()
-        self._half_bytes = half_bytes
-
-    def to_device(self, pairs: Sequence[Pair]) -> None:
-        """Copy row-major sources on the host to targets on devices. Return when all copies are complete.
-
-        The copies are queued on the calling thread's stream of each device, after its earlier work.
-        """
-        for device, own in _by_device(pairs, [target for target, _ in pairs]):
-            halves = self._page_locked(own)
-            copied: list[Any] = []
-            try:
-                for number, batch in enumerate(_batches(own, halves)):
-                    if number >= len(halves):
-                        copied[-len(halves)].synchronize()
-                    event = self._accelerator.new_event(device)
-                    try:
-                        for bounce, target, source in batch:
-                            bounce.copy_(source)
-                            target.copy_(bounce, non_blocking=True)
-                    finally:
-                        event.record(self._accelerator.current_stream(device))
-                        copied.append(event)
-            finally:
-                # Even after an error: the next user of the buffers must not write to them while the device reads.
-                for event in copied[-len(halves) :]:
-                    event.synchronize()
-
-    def to_host(self, pairs: Sequence[Pair]) -> None:
-        """Copy row-major sources on devices to targets on the host. Return when all copies are complete.
-
-        The copies are queued on the calling thread's stream of each device, after its earlier work.
-        """
-        for device, own in _by_device(pairs, [source for _, source in pairs]):
-            halves = self._page_locked(own)
-            landing: list[tuple[Any, list[Pair]]] = []
-            try:
-                for batch in _batches(own, halves):
-                    if len(landing) == len(halves):
-                        _empty(*landing.pop(0))
-                    event = self._accelerator.new_event(device)
-                    landing.append((event, [(target, bounce) for bounce, target, _ in batch]))
-                    try:
-                        for bounce, _, source in batch:
-                            bounce.copy_(source, non_blocking=True)
-                    finally:
-                        event.record(self._accelerator.current_stream(device))
-            finally:
-                for event, emptied in landing:
-                    _empty(event, emptied)
-
-    def _page_locked(self, pairs: Sequence[Pair]) -> list[torch.Tensor]:
-        """Return two page-locked buffers. For small copies, or if locking fails, return ordinary memory."""
-        num_bytes = min(self._half_bytes, sum(target.nbytes + _ALIGN_BYTES for target, _ in pairs))
-        if num_bytes >= _LEAST_BYTES:
-            try:
-                return [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-            except RuntimeError as error:
-                logger.debug("copies to and from the device are slow, because no memory can be page-locked: %s", error)
-        return [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2)]
-
-
-def _batches(
-    pairs: Sequence[Pair], halves: Sequence[torch.Tensor]
-) -> Iterator[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
-    """Divide copies into batches that fit into one buffer. Yield each as tuples of buffer slice, target and source.
-
-    Consecutive batches use different buffers.
-    """
-    half_bytes = len(halves[0])
-    number = at = 0
-    batch: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    for target, source in pairs:
-        to, from_ = as_bytes(target.detach()), as_bytes(source.detach())
-        start, end = 0, to.numel()
-        while start < end:
-            if at >= half_bytes:
-                yield batch
-                number, at, batch = number + 1, 0, []
-            taken = min(end - start, half_bytes - at)
-            bounce = halves[number % len(halves)][at : at + taken]
-            batch.append((bounce, to[start : start + taken], from_[start : start + taken]))
-            start += taken
-            at += -(-taken // _ALIGN_BYTES) * _ALIGN_BYTES
-    if batch:
-        yield batch
-
-
-def _empty(event: Any, emptied: Sequence[Pair]) -> None:
-    event.synchronize()
-    for target, bounce in emptied:
-        target.copy_(bounce)
-
-
-def _by_device(pairs: Sequence[Pair], on_device: Sequence[torch.Tensor]) -> list[tuple[torch.device, list[Pair]]]:
-    found: dict[torch.device, list[Pair]] = {}
-    for pair, tensor in zip(pairs, on_device, strict=True):
-        found.setdefault(tensor.device, []).append(pair)
-    return list(found.items())
-
-
-def copy_bits(pairs: Sequence[Pair]) -> None:
-    """Copy each source to its target, bit for bit, on any devices. Return when all copies are complete.
-
-    The copies are queued on the calling thread's stream of each device, after its earlier work.
-
-    Args:
-        pairs: Pairs of a target and a source with the same dtype and shape.
-    """
-    to_device: list[Pair] = []
-    to_host: list[Pair] = []
-    others: list[Pair] = []
-    for target, source in pairs:
-        is_plain = target.is_cpu != source.is_cpu and _is_plain(target) and _is_plain(source)
-        kind = others if not is_plain else to_host if target.is_cpu else to_device
-        kind.append((target, source))
-    buffers = BounceBuffers()
-    buffers.to_device(to_device)
-    buffers.to_host(to_host)
-    try:
-        for target, source in others:
-            _copy_one(target, source)
-    finally:
-        # If a tensor is not row-major, torch waits only for the transfer, and then queues a copy on the device.
-        for device in {tensor.device for pair in others for tensor in pair if not tensor.is_cpu}:
-            torch.accelerator.current_stream(device).synchronize()
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the bytes in memory are the values in row-major order: no lazy conjugate or negative."""
-    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-
-
-def _copy_one(target: torch.Tensor, source: torch.Tensor) -> None:
-    target, source = target.detach(), source.detach()
-    if not any(tensor.is_conj() or tensor.is_neg() for tensor in (target, source)):
-        # Copy through a carrier dtype, because torch has no copy kernels for many small dtypes.
-        carrier = carrier_of(target.dtype)
-        target, source = target.view(carrier), source.view(carrier)
-    target.copy_(source)

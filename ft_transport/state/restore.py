@@ -7,8 +7,10 @@ the fetch fails, ``Restore.poison`` overwrites these tensors, so that nobody mis
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, TypeAlias
@@ -19,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ft_transport.errors import ManifestError, RestoreError
 from ft_transport.runtime.decoding import collector_paused
 from ft_transport.state import placements
-from ft_transport.state.copying import copy_bits
+from ft_transport.state.bounce_buffers import BitCopier, Pair
 from ft_transport.state.matching import Incoming, Matcher
 from ft_transport.state.placements import is_dtensor
 from ft_transport.state.prefaulted import FreshMemory, PrefaultedMemory
@@ -73,7 +75,8 @@ class Restore:
         manifest: The manifest of the snapshot.
         into: The receiver's own state, of any structure. If a CPU tensor at the same path has the same dtype and shape
             and is row-major, the bytes are received directly into it. If such a tensor is on a device, or has another
-            layout, `finish` copies the data into it, unless it already has that data. Other values are ignored.
+            layout, the data is copied into it, unless it already has that data: when `landed` reports its last chunk,
+            else in `finish`. Other values are ignored.
         meshes: Meshes for DTensors that ``into`` lacks.
         prefaulted: Provides a prepared block of resident memory, if it has one.
         check_time: Called repeatedly, here and in `finish`; an error that it raises ends the call.
@@ -126,8 +129,17 @@ class Restore:
         self._arrived: set[int] = set()
         # Tensors that `read_own` has copied to fresh memory, and the receiver's tensor from which it has copied them.
         self._read_from: dict[int, torch.Tensor] = {}
-        # Tensors into which `finish` copies. If it fails, their content is undefined.
+        # Tensors into which bytes in fresh memory are copied. If the fetch fails, their content is undefined.
         self._written: list[torch.Tensor] = []
+        self._copier = BitCopier({target.device for _, target in self._indirect})
+        # For each tensor that `landed` copies: the number of bytes that have not arrived.
+        self._missing = {
+            index: tensors[index].end - tensors[index].start for index in self._indirect_of if index not in self._direct
+        }
+        self._landed: set[int] = set()
+        # Tensors that `landed` has begun to copy.
+        self._begun: set[int] = set()
+        self._mutex = threading.Lock()
         self._slots = [index for index, entry in enumerate(tensors) if entry.end > entry.start]
         self._slots.sort(key=lambda index: tensors[index].start)
         self._plan = DestinationPlan([tensors[index].start for index in self._slots], manifest.data_bytes)
@@ -163,7 +175,7 @@ class Restore:
                     copies.append((self._shaped(self._stored(index), node), own))
         if copies:
             self._check_time()
-            copy_bits(copies)
+            self._copier.copy(copies)
             self._read_from |= found
 
     def adopt(self, earlier: Restore, *, is_landed: bool) -> bool:
@@ -187,6 +199,8 @@ class Restore:
         )
         if not is_same:
             return False
+        with contextlib.suppress(Exception):  # `finish` copies all of it again
+            earlier._copier.wait()
         self._fresh = earlier._fresh
         if is_landed:
             # The earlier object may have read content from other tensors than those of this object.
@@ -233,6 +247,32 @@ class Restore:
                 views.append(self._fresh.view(index, offset, num_bytes))
         return views
 
+    def landed(self, chunk: int) -> None:
+        """Note that the bytes of a chunk have arrived in `buffers`. Any thread may call this.
+
+        Begins to copy the tensors that are complete now and are not received in place. `finish` copies the others, and
+        those of which a chunk has arrived again, because the first one was damaged.
+        """
+        if not self._missing:
+            return
+        pairs: list[Pair] = []
+        with self._mutex:
+            for slot, _, num_bytes in self._plan.pieces(*self._manifest.chunks.range_of(chunk, chunk + 1)):
+                index = self._slots[slot]
+                if chunk in self._landed:
+                    self._begun.discard(index)
+                elif index in self._missing:
+                    self._missing[index] -= num_bytes
+                    if not self._missing[index]:
+                        self._begun.add(index)
+                        stored = self._stored(index)
+                        pairs += [(target, self._shaped(stored, node)) for node, target in self._indirect_of[index]]
+            self._landed.add(chunk)
+            if pairs:
+                self.destination_touched = True
+                self._written += [target for target, _ in pairs]
+                self._copier.begin(pairs)
+
     def finish(self) -> object:
         """Build the state and return it. Called once, after all bytes have arrived.
 
@@ -257,7 +297,7 @@ class Restore:
                 state = unflattener.build(self._manifest.tree, self._into)
         except RecursionError as error:
             raise ManifestError("expected a tree nested less deeply than Python's recursion limit") from error
-        # Only now, after all errors in the snapshot would have been raised, write into the receiver's tensors.
+        # Only now, after all errors in the snapshot would have been raised, write into the other tensors.
         copies = [
             (target, self._shaped(self._tensor(node.index), node))
             for node, target in self._indirect
@@ -265,8 +305,8 @@ class Restore:
         ]
         if copies:
             self.destination_touched = True
-            self._written = [target for target, _ in copies]
-        copy_bits(copies)
+            self._written += [target for target, _ in copies]
+        self._copier.copy(copies)
         return state
 
     def poison(self) -> None:
@@ -274,15 +314,18 @@ class Restore:
 
         So nobody can train on a mixture of two states without noticing. Freed tensors are skipped.
         """
+        with contextlib.suppress(Exception):
+            self._copier.wait()
         for tensor in filter(_has_memory, self._direct.values()):
             # All bits set is not a valid bool.
             value = 1 if tensor.dtype is torch.bool else _POISON_BYTE
             ctypes.memset(tensor.data_ptr(), value, tensor.nbytes)
+        copier = BitCopier({target.device for target in self._written})
         for target in self._written:
             bits = torch.full((target.nbytes,), _POISON_BYTE, dtype=torch.uint8)
             if target.dtype is torch.bool:
                 bits.fill_(1)
-            copy_bits([(target, bits.view(target.dtype).view(target.shape))])
+            copier.copy([(target, bits.view(target.dtype).view(target.shape))])
 
     def fills(self, node: Node, into: torch.Tensor) -> bool:
         """Return whether the receiver's tensor ``into`` receives all data of ``node``, the node at the same path.
@@ -316,7 +359,7 @@ class Restore:
     def _is_due(self, index: int, target: torch.Tensor) -> bool:
         """Return whether `finish` must copy into ``target``: not if ``target`` already has the data."""
         if index in self._direct or index in self._arrived:
-            return True
+            return index not in self._begun
         read_from = self._read_from.get(index)
         return read_from is not None and read_from is not target
 

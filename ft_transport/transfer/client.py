@@ -254,7 +254,7 @@ class StateClient(Generic[T]):
                 if settings.verify and not request.is_comparable:
                     damaged = find_damaged(manifest, restore.present)
                     settings.timeouts.note_progress()
-                    fetch_data(agreed.files, manifest, restore, settings, chunks=damaged)
+                    fetch_data(agreed.files, manifest, restore, settings, chunks=damaged, on_landed=part.note)
             phase("load")
             received = Received(
                 step=manifest.step,
@@ -276,10 +276,10 @@ class StateClient(Generic[T]):
         if not self._settings.same_host:
             return plan.chunks
         began_s, connection = time.monotonic(), plan.agreed.connection
-        missing = fetch_from_memory(connection, plan.manifest, plan.restore, settings, chunks=plan.chunks)
+        missing = fetch_from_memory(
+            connection, plan.manifest, plan.restore, settings, chunks=plan.chunks, on_landed=part.note
+        )
         copied = set(plan.chunks).difference(missing)
-        for chunk in copied:
-            part.note(chunk)
         recording = current()
         if copied and recording is not None:
             recording.transfer(

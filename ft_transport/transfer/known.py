@@ -275,8 +275,10 @@ class PartialState:
         self._restore = restore
 
     def note(self, chunk: int) -> None:
-        """Note that a chunk was received. Any thread may call this."""
+        """Note that a chunk was received, again if the first one was damaged. Any thread may call this."""
         self._has_landed[chunk] = 1
+        if self._restore is not None:
+            self._restore.landed(chunk)
 
     def complete(self) -> None:
         """Drop all data, after a fetch has received the whole state."""

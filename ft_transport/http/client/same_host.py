@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from ft_transport.errors import DeadlineExceededError, PeerProtocolError, TransportError
@@ -56,6 +56,7 @@ def fetch_from_memory(
     settings: FetchSettings,
     *,
     chunks: Sequence[int],
+    on_landed: Callable[[int], None],
 ) -> Sequence[int]:
     """Copy chunks from the source's memory, if the source is on this host.
 
@@ -68,6 +69,8 @@ def fetch_from_memory(
         destination: Memory to fill.
         settings: Settings of the fetch.
         chunks: Indices of the chunks to copy, ascending.
+        on_landed: Called with the index of each copied chunk, on any thread. If the source has reclaimed its memory
+            meanwhile, such a chunk is among the returned ones nevertheless.
 
     Returns:
         The indices of the chunks that were not copied, ascending.
@@ -87,7 +90,9 @@ def fetch_from_memory(
         logger.debug("cannot use the memory of %s on this host: %s", connection.peer, error)
         return chunks
     with lent:
-        copying = _Copying(lent, manifest, destination, settings, chunks, peer=str(connection.peer))
+        copying = _Copying(
+            lent, manifest, destination, settings, chunks, on_landed=on_landed, peer=str(connection.peer)
+        )
         copying.run()
         left = copying.left()
     logger.info(
@@ -139,6 +144,7 @@ class _Copying:
         settings: FetchSettings,
         chunks: Sequence[int],
         *,
+        on_landed: Callable[[int], None],
         peer: str,
     ) -> None:
         self._lent = lent
@@ -146,6 +152,7 @@ class _Copying:
         self._destination = destination
         self._settings = settings
         self._chunks = chunks
+        self._on_landed = on_landed
         self._peer = peer
         self._digests = manifest.digests if settings.verify else None
         self._mutex = threading.Lock()
@@ -200,6 +207,7 @@ class _Copying:
                 )
             start, end = self._manifest.chunks.range_of(chunk, chunk + 1)
             if self._copy(chunk, start, end):
+                self._on_landed(chunk)
                 timeouts.note_progress(end - start)
                 with self._mutex:
                     self._landed.add(chunk)

@@ -366,7 +366,7 @@ def test_copies_that_failed_midway_are_poisoned_too(monkeypatch: pytest.MonkeyPa
     own = [torch.zeros(10, 10).t(), torch.zeros(4).expand(1, 4).t(), (torch.zeros(6) > 0).view(2, 3).t()]
     restore, file = _restore([torch.ones(10, 10), torch.ones(4, 1), torch.zeros(3, 2) > 0], own)
     deliver(restore, file, manifest_of(file))
-    module = "ft_transport.state.copying._copy_one"
+    module = "ft_transport.state.bounce_buffers._copy_one"
     calls: list[object] = []
 
     def fails_at_the_second(target: torch.Tensor, source: torch.Tensor) -> None:
