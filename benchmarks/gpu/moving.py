@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Final
 
 import torch
@@ -31,6 +32,9 @@ from benchmarks.transports import (
 )
 from ft_transport import Limits
 from ft_transport.cli.bench import MemoryCopy, bare_receiver
+from ft_transport.settings import default_num_threads
+from ft_transport.state.host_copying import HostCopier
+from ft_transport.wire.chunks import CHUNK_BYTES, ChunkTable
 
 _MOVED_BYTES: Final = {True: 4 << 30, False: 64 << 20}
 """By whether there is a GPU."""
@@ -41,6 +45,7 @@ RATE: Final = Quantity("first fetch", "GB/s")
 SEND: Final = Quantity("send_checkpoint", "ms")
 LINK: Final = Named("copy from the device into page-locked memory", "ceiling")
 MEMORY: Final = Named("copy in the host's memory", "ceiling")
+DIGESTS: Final = Named("xxh3 of 4 MiB chunks in the host's memory, all threads", "ceiling")
 SOCKETS: Final = Named("bare sendfile → recv_into", "ceiling")
 LOOPBACK: Final = Named("ft_transport over the loopback", "ours")
 UNVERIFIED: Final = Named("ft_transport over the loopback, unverified", "ours")
@@ -50,7 +55,7 @@ CHANGED_TENSORS: Final = Named("ft_transport over the loopback, 1 % of the tenso
 SENDER: Final = Named("ft_transport", "ours")
 HTTP: Final = Named("torchft HTTPTransport", "peer")
 GLOO: Final = Named("torchft PGTransport, gloo", "peer")
-_CEILINGS: Final = (LINK, MEMORY, SOCKETS)
+_CEILINGS: Final = (LINK, MEMORY, DIGESTS, SOCKETS)
 _OURS: Final = (LOOPBACK, UNVERIFIED, SAME_HOST, CHANGED, CHANGED_TENSORS)
 _PEERS: Final = (HTTP, GLOO)
 
@@ -81,12 +86,19 @@ def _receive(channel: Channel) -> None:
     synchronize()
     host = torch.ones(num_bytes_of(into), dtype=torch.uint8)
     copy = MemoryCopy([host])
+    copier = HostCopier(default_num_threads())
     channel.say("ready")
     while True:
         name, address = channel.wait()
         with ExitStack() as stack:
             if name == MEMORY.name:
                 fetch: Callable[[], object] = copy.memmove
+            elif name == DIGESTS.name:
+                fetch = partial(
+                    copier.digests,
+                    memoryview(host.numpy()),
+                    ChunkTable(data_bytes=host.nbytes, chunk_bytes=CHUNK_BYTES),
+                )
             elif name == SOCKETS.name:
                 fetch = bare_receiver(int(address), memoryview(host.numpy()))
             elif name in (HTTP.name, GLOO.name):
@@ -176,7 +188,7 @@ def measure_moving(group: Group, options: Options) -> None:
 
 def _serve(variant: Named, state: State, stack: ExitStack) -> tuple[Address, float | None]:
     """Serves the state as the variant does, until the stack is closed. Returns also the seconds of the snapshot."""
-    if variant is MEMORY:
+    if variant in (MEMORY, DIGESTS):
         return lambda _num_fetches: "", None
     if variant in (SOCKETS, GLOO):
         return (serve_bare if variant is SOCKETS else serve_torchft_gloo)(state, num_bytes_of(state), stack), None
