@@ -49,6 +49,7 @@ class BitCopier:
         self._buffers = BounceBuffers(self._accelerator)
         self._executor = SafeExecutor(1, "ft-transport-bounce")
         self._begun: list[Future[None]] = []
+        self._has_begun = False
 
     def copy(self, pairs: Sequence[Pair]) -> None:
         """Copy each source to its target. Return when these copies, and all that `begin` began, are complete.
@@ -62,6 +63,7 @@ class BitCopier:
     def begin(self, pairs: Sequence[Pair]) -> None:
         """Begin to copy each source to its target. Any thread may call this."""
         if pairs:
+            self._has_begun = True
             self._begun.append(self._executor.submit(self._copy_all, pairs))
 
     def wait(self) -> None:
@@ -70,6 +72,9 @@ class BitCopier:
         Raises:
             Exception: A copy failed.
         """
+        if self._has_begun:
+            # A signal handler may have raised before the last job was in the list. The thread runs one after the other.
+            self._executor.submit(bool).result()
         for future in self._begun:
             future.result()
 

@@ -253,25 +253,27 @@ class Restore:
         Begins to copy the tensors that are complete now and are not received in place. `finish` copies the others, and
         those of which a chunk has arrived again, because the first one was damaged.
         """
-        if not self._missing:
-            return
+        if self._missing:
+            with self._mutex:
+                self._count(chunk)
+
+    def _count(self, chunk: int) -> None:
         pairs: list[Pair] = []
-        with self._mutex:
-            for slot, _, num_bytes in self._plan.pieces(*self._manifest.chunks.range_of(chunk, chunk + 1)):
-                index = self._slots[slot]
-                if chunk in self._landed:
-                    self._begun.discard(index)
-                elif index in self._missing:
-                    self._missing[index] -= num_bytes
-                    if not self._missing[index]:
-                        self._begun.add(index)
-                        stored = self._stored(index)
-                        pairs += [(target, self._shaped(stored, node)) for node, target in self._indirect_of[index]]
-            self._landed.add(chunk)
-            if pairs:
-                self.destination_touched = True
-                self._written += [target for target, _ in pairs]
-                self._copier.begin(pairs)
+        for slot, _, num_bytes in self._plan.pieces(*self._manifest.chunks.range_of(chunk, chunk + 1)):
+            index = self._slots[slot]
+            if chunk in self._landed:
+                self._begun.discard(index)
+            elif index in self._missing:
+                self._missing[index] -= num_bytes
+                if not self._missing[index]:
+                    self._begun.add(index)
+                    stored = self._stored(index)
+                    pairs += [(target, self._shaped(stored, node)) for node, target in self._indirect_of[index]]
+        self._landed.add(chunk)
+        if pairs:
+            self.destination_touched = True
+            self._written += [target for target, _ in pairs]
+            self._copier.begin(pairs)
 
     def finish(self) -> object:
         """Build the state and return it. Called once, after all bytes have arrived.

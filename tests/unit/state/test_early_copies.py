@@ -9,6 +9,7 @@ import pytest
 import torch
 from faulty_transports import CHUNK_BYTES as FETCHED_BYTES
 from faulty_transports import STATE_BYTES, TIMEOUT, blank, holds, is_state, spread_out, state_of, transport
+from interruptions import HandlerError, at_every_place
 from state_tools import CHUNK_BYTES, deliver, file_of_state, manifest_of
 
 from ft_transport import FetchProgress
@@ -87,6 +88,31 @@ def test_after_a_failure_no_tensor_has_a_part_of_the_state() -> None:
     trip.restore.poison()
     assert trip.own[0].isnan().all()
     assert not trip.own[1].any(), "nothing was copied to it"
+
+
+def test_wherever_a_signal_handler_raises_no_part_of_the_state_is_left() -> None:
+    trip = Trip()
+
+    def receive() -> None:
+        try:
+            for chunk in range(6):
+                trip.restore.landed(chunk)
+            trip.restore.finish()
+        except HandlerError:
+            trip.restore.poison()
+            raise
+
+    def check() -> None:
+        nonlocal trip
+        are_received = [torch.equal(own, sent) for own, sent in zip(trip.own, trip.state, strict=True)]
+        assert all(are_received) or not any(are_received)
+        assert all(are_received) or all(own.isnan().all() or not own.any() for own in trip.own)
+        trip = Trip()
+        deliver(trip.restore, trip.file, trip.manifest)
+
+    deliver(trip.restore, trip.file, trip.manifest)
+    modules = ("ft_transport.state.restore", "ft_transport.state.bounce_buffers", "ft_transport.runtime.threads")
+    at_every_place(receive, check, at_least=50, modules=modules)
 
 
 @pytest.mark.parametrize("same_host", [False, True])
