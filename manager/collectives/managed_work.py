@@ -184,7 +184,8 @@ def never_failing(
             return
         with stream if stream is not None else nullcontext():
             try:
-                value = done.value()
+                # Does not block: it makes the stream wait for a collective that its device has not finished.
+                value = done.wait()
             except Exception as error:
                 report_error(error)
                 value = default
