@@ -140,6 +140,15 @@ def wait_all(works: Sequence[ManagedWork], deadline: Deadline = _NO_DEADLINE) ->
     return is_good
 
 
+def uses_accelerator() -> bool:
+    """Return whether this process uses an accelerator. Questions about devices and streams would make it use one.
+
+    A process that trains on the host has no use for the memory of a CUDA context, and after a fork CUDA raises.
+    """
+    is_initialized = getattr(torch.get_device_module(), "is_initialized", bool)
+    return torch.accelerator.is_available() and bool(is_initialized())
+
+
 def forget_frames(error: BaseException) -> None:
     """Remove the tracebacks of an error and its causes.
 
@@ -167,7 +176,7 @@ def never_failing(
         report_error: Called once with the error if ``default`` is used.
     """
     result: torch.futures.Future[T] = torch.futures.Future()
-    stream = torch.accelerator.current_stream() if torch.accelerator.is_available() else None
+    stream = torch.accelerator.current_stream() if uses_accelerator() else None
     is_first = threading.Lock()
     is_settled = SafeEvent()
 

@@ -310,6 +310,8 @@ class QuorumFormation:
             # A process group that was aborted in this step cannot be configured again under the same key.
             participant.membership.process_group.decline(decision, str(current.error))
             return
+        if current is not None:
+            current.use_device()
         try:
             with (
                 self._participant.waiting(

@@ -18,7 +18,7 @@ from torch.distributed import DistError
 from ft_transport.runtime.signal_safe import SafeFuture
 from ft_transport.telemetry.metrics import MetricValues
 from ft_transport.telemetry.recorder import Recording
-from manager.collectives.managed_work import ManagedWork
+from manager.collectives.managed_work import ManagedWork, uses_accelerator
 from manager.collectives.reductions import Reduction
 from manager.config import ManagerConfig
 from manager.errors import (
@@ -43,6 +43,10 @@ _GLOO: Final = "gloo/transport"
 """A part of the messages of gloo's errors: the path of a C++ source file."""
 
 
+def _current_device() -> int | None:
+    return torch.accelerator.current_device_index() if uses_accelerator() else None
+
+
 @dataclass(slots=True)
 class QuorumRound:
     """One attempt at a step, from `Manager.start_quorum` to `Manager.should_commit`.
@@ -65,6 +69,7 @@ class QuorumRound:
         is_over: Whether `Manager.should_commit` has ended the reductions.
         is_voted: Whether the replica's ranks have voted on the commit.
         is_committed: Whether the replica's ranks have committed the step.
+        device: Index of the accelerator of the thread that made this object; ``None`` if the process uses none.
     """
 
     num_missed_heartbeats: int
@@ -84,7 +89,16 @@ class QuorumRound:
     is_over: bool = False
     is_voted: bool = False
     is_committed: bool = False
+    device: int | None = field(default_factory=_current_device)
     _reducing: dict[int, ManagedWork] = field(default_factory=dict)
+
+    def use_device(self) -> None:
+        """Make the calling thread use `device`, before it sets a process group up.
+
+        Every thread begins with device 0, and NCCL connects the device of the thread that calls ``configure``.
+        """
+        if self.device is not None:
+            torch.accelerator.set_device_index(self.device)
 
     def share_microbatches(self, total: int, weighting: str) -> int:
         """Divide the step's microbatches among the replicas; see `Manager.num_microbatches`."""

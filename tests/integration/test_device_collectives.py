@@ -11,10 +11,16 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from device_collectives import StandInDevices, StandInStream
+import torch
+from device_collectives import StandInDevices, StandInGroup, StandInStream
+from quorum_threads import beside
 
+from manager import Manager
 from manager.collectives.managed_work import never_failing
 
+NewManager = Callable[..., Manager]
+
+OWN_DEVICE = 3
 TIMEOUT = timedelta(seconds=1)
 AT_ONCE_S = 20.0
 
@@ -50,3 +56,26 @@ def test_the_training_thread_s_stream_waits_for_a_wrapped_future(devices: StandI
     assert wrapped.wait() == "sum"
     assert own.waits_for == [future.is_reduced]
     assert not errors
+
+
+def test_the_quorum_thread_connects_the_device_of_the_training_thread(
+    devices: StandInDevices, new_manager: NewManager
+) -> None:
+    groups = StandInGroup(devices), StandInGroup(devices)
+    first = new_manager("first", pg=groups[0], has_part=True)
+
+    def step() -> None:
+        torch.accelerator.set_device_index(OWN_DEVICE)
+        first.start_quorum()
+        first.should_commit()
+
+    def join() -> None:
+        torch.accelerator.set_device_index(OWN_DEVICE + 1)
+        second = new_manager("second", pg=groups[1], has_part=True)
+        second.start_quorum()
+        assert second.should_commit()
+        second.shutdown()  # The first one would wait for it in the next quorum.
+
+    beside(step, join)
+    assert groups[0].configured[:2] == [(1, OWN_DEVICE), (2, OWN_DEVICE)]
+    assert groups[1].configured == [(2, OWN_DEVICE + 1)]

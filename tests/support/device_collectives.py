@@ -9,6 +9,7 @@ the current stream waits, for good if a member never arrives. ``abort`` ends wha
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +51,7 @@ class StandInDevices:
         for name in ("current_stream", "current_device_index", "set_device_index", "synchronize"):
             monkeypatch.setattr(torch.accelerator, name, getattr(self, name))
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch, "get_device_module", lambda: SimpleNamespace(is_initialized=lambda: True))
 
     def current_stream(self) -> StandInStream:
         stream: StandInStream = getattr(self.of_thread, "stream", self.default_stream)
