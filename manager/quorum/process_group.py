@@ -17,6 +17,7 @@ from ft_transport.runtime.deadline import Deadline
 from ft_transport.runtime.signal_safe import SafeFuture
 from ft_transport.runtime.threads import SafeExecutor
 from manager.collectives.gloo import GlooProcessGroup
+from manager.collectives.managed_work import uses_accelerator
 from manager.collectives.process_group import Reconfigurable, ReconfigurableGroup, ReplicaProcessGroup
 from manager.collectives.reduction_sequence import ReductionSequence
 from manager.collectives.reductions import Reduction, ReductionLog
@@ -201,7 +202,9 @@ class QuorumProcessGroup:
         """Return whether another member has left the process group, as far as this rank knows. Thread-safe."""
         if isinstance(self.wrapped, GlooProcessGroup):
             return self.wrapped.have_members_left()
-        return self.wrapped.errored() is not None
+        # ``errored`` of torchft's NCCL group waits for the stream, which a collective with a dead member blocks.
+        is_busy = uses_accelerator() and not torch.accelerator.current_stream().query()
+        return not is_busy and self.wrapped.errored() is not None
 
     def error(self) -> Exception | None:
         """Return an error that the process group detected outside of a collective; ``None`` if there is none."""

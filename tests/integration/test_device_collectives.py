@@ -79,3 +79,18 @@ def test_the_quorum_thread_connects_the_device_of_the_training_thread(
     beside(step, join)
     assert groups[0].configured[:2] == [(1, OWN_DEVICE), (2, OWN_DEVICE)]
     assert groups[1].configured == [(2, OWN_DEVICE + 1)]
+
+
+def test_an_error_is_reported_at_once_while_a_collective_never_ends(
+    devices: StandInDevices, new_manager: NewManager
+) -> None:
+    group = StandInGroup(devices)
+    manager = new_manager("alone", pg=group, has_part=True)
+    group.is_member_missing = True
+    with StandInStream(devices) as own:
+        manager.start_quorum()
+        assert manager.allreduce(torch.ones(4)).wait()
+        assert not own.query()
+        manager.report_error(ValueError("a bad batch"))
+        assert own.query(), "the report ends what the device runs"
+        assert not manager.should_commit()
