@@ -14,7 +14,7 @@ from ft_transport.coordination.ranks import decline, rendezvous
 from ft_transport.coordination.store import StoreConnections
 from ft_transport.errors import TransportError
 from ft_transport.runtime.deadline import Deadline
-from ft_transport.runtime.signal_safe import SafeFuture
+from ft_transport.runtime.signal_safe import SafeEvent, SafeFuture
 from ft_transport.runtime.threads import SafeExecutor
 from manager.collectives.gloo import GlooProcessGroup
 from manager.collectives.managed_work import uses_accelerator
@@ -224,6 +224,31 @@ class QuorumProcessGroup:
             return sequence.add(reduction, tensor)
         self._log.add(reduction, tensor)
         return self.wrapped.allreduce([tensor], reduction.options)
+
+    def wait_for_device(self, timeout: timedelta) -> None:
+        """Wait until the device has finished the collectives. If that takes too long, abort the process group.
+
+        A collective with a dead member runs for ever, and torch cannot wait for a device with a timeout.
+
+        Raises:
+            TimeoutError: The group was aborted.
+        """
+        is_done, is_late = SafeEvent(), SafeEvent()
+
+        def watch() -> None:
+            if not is_done.wait(timeout.total_seconds()):
+                is_late.set()
+                self.abort()
+
+        # gloo's collectives have ended by now, and a replica alone waits for no other.
+        if self.group and len(self._members) > 1 and not _is_gloo(self.wrapped):
+            self._reducing.submit(watch)
+        try:
+            torch.accelerator.synchronize()
+        finally:
+            is_done.set()
+        if is_late.is_set():
+            raise TimeoutError(f"expected the device to finish the collectives within {timeout.total_seconds():g} s")
 
     def _end_reducing(self, deadline: Deadline) -> None:
         """Wait for the reductions of the previous group to end, so that they do not continue in the next one.

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ft_transport.runtime.deadline import Deadline
 from ft_transport.state.placements import is_dtensor
-from manager.collectives.managed_work import ManagedWork, forget_frames, wait_all
+from manager.collectives.managed_work import ManagedWork, forget_frames, uses_accelerator, wait_all
 from manager.collectives.reductions import NamedParameters, ReducedTensor, Reduction, average_gradients, gradients_of
 from manager.errors import ManagerError, ReductionMismatchError
 from manager.quorum.comparison import StateComparison
@@ -103,10 +103,17 @@ class StepReductions:
         if current.error is None:
             self._compare(current, deadline)
         current.is_over = True
-        if torch.accelerator.is_available():
-            with span("should_commit::current_stream::synchronize"):
-                torch.accelerator.synchronize()
-        noticed = group.error()
+        noticed: Exception | None
+        try:
+            if uses_accelerator():
+                with (
+                    participant.waiting(f"{participant.name}: waiting for the device to finish the collectives"),
+                    span("should_commit::current_stream::synchronize"),
+                ):
+                    group.wait_for_device(deadline.cap(participant.config.timeout))
+            noticed = group.error()
+        except TimeoutError as error:
+            noticed = error
         if noticed is not None:
             participant.report_error(noticed)
 

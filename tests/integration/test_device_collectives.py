@@ -6,6 +6,7 @@ There is no device here: see ``device_collectives``.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from device_collectives import StandInDevices, StandInGroup, StandInStream
-from quorum_threads import beside
+from quorum_threads import beside, run_replicas
 
 from manager import Manager
 from manager.collectives.managed_work import never_failing
@@ -94,3 +95,29 @@ def test_an_error_is_reported_at_once_while_a_collective_never_ends(
         manager.report_error(ValueError("a bad batch"))
         assert own.query(), "the report ends what the device runs"
         assert not manager.should_commit()
+
+
+def test_a_vote_does_not_wait_for_ever_for_a_member_that_died(devices: StandInDevices, new_manager: NewManager) -> None:
+    def replica(name: str) -> tuple[bool, float, str, bool, int]:
+        group = StandInGroup(devices)
+        manager = new_manager(name, pg=group, min_replica_size=2, has_part=True)
+        with StandInStream(devices):
+            group.is_member_missing = True
+            manager.start_quorum()
+            manager.allreduce(torch.ones(4)).wait()
+            started_s = time.monotonic()
+            is_committed = manager.should_commit(timeout=TIMEOUT)
+            seconds, error = time.monotonic() - started_s, str(manager.errored())
+            group.is_member_missing = False
+            manager.start_quorum()
+            manager.allreduce(torch.ones(4)).wait()
+            return is_committed, seconds, error, manager.should_commit(), len(group.configured)
+
+    for is_committed, seconds, error, is_next, num_configured in run_replicas(
+        lambda: replica("first"), lambda: replica("second")
+    ):
+        assert not is_committed
+        assert TIMEOUT.total_seconds() / 2 < seconds < AT_ONCE_S / 2
+        assert "expected the device to finish the collectives" in error
+        assert is_next
+        assert num_configured == 2
