@@ -20,6 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -40,6 +41,7 @@ _DESCRIPTION_BYTES: Final = 256
 """Maximum length of the description of a reduction in a `ReductionMismatchError`."""
 _LOOK_AFTER_S: Final = 0.05
 """Seconds after which a waiting thread checks its condition itself, because a signal handler may prevent a wake-up."""
+_ON_HOST: Final = nullcontext()
 _NO_NAME: Final = -(1 << 31)
 """Stands for a missing name; less than the hash of every name, and less than the negative of each hash."""
 
@@ -83,11 +85,13 @@ class _Pending:
         tensor: The tensor to reduce; ``None`` after the process group has received it.
         options: Options for the process group.
         num_entries: Number of entries in the `ReductionLog` up to this reduction, inclusive.
+        stream: The stream that computes the tensor and later reads the result; a null context for a tensor on the host.
     """
 
     tensor: torch.Tensor | None
     options: AllreduceOptions
     num_entries: int
+    stream: AbstractContextManager[Any]
 
 
 class ReductionSequence:
@@ -129,7 +133,8 @@ class ReductionSequence:
             with self._progress:
                 number = len(self._pending)
                 self._log.add(reduction, tensor)
-                self._pending.append(_Pending(tensor, reduction.options, len(self._log)))
+                stream = _ON_HOST if tensor.is_cpu else torch.accelerator.current_stream(tensor.device)
+                self._pending.append(_Pending(tensor, reduction.options, len(self._log), stream))
         except BaseException:
             # A signal handler may have raised between these lines, so that the log has a reduction that is not pending.
             self.fail(RuntimeError("expected to begin a reduction, but an exception interrupted the call"))
@@ -246,11 +251,15 @@ class ReductionSequence:
             if pending.num_entries > num:
                 break
             assert pending.tensor is not None, "a tensor is cleared only after its reduction has begun"
-            begun.append(self._group.allreduce([pending.tensor], pending.options))
+            # gloo orders its copies with the current stream, and each thread has another one.
+            with pending.stream:
+                begun.append((self._group.allreduce([pending.tensor], pending.options), pending.stream))
             pending.tensor = None
         self._num_compared = num
         while begun:
-            begun.pop(0).wait()
+            work, stream = begun.pop(0)
+            with stream:
+                work.wait()
             with self._progress:
                 self._num_done += 1
                 self._progress.notify_all()

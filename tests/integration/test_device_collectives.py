@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from device_collectives import StandInDevices, StandInGroup, StandInStream
-from quorum_threads import beside, run_replicas
+from quorum_threads import beside, lighthouse, make_manager, run_replicas
 
-from manager import Manager
+from manager import GlooProcessGroup, Manager
 from manager.collectives.managed_work import never_failing
 
 NewManager = Callable[..., Manager]
@@ -24,6 +26,19 @@ NewManager = Callable[..., Manager]
 OWN_DEVICE = 3
 TIMEOUT = timedelta(seconds=1)
 AT_ONCE_S = 20.0
+
+
+@pytest.fixture
+def new_member(quorum_ready: None) -> Iterator[NewManager]:
+    """Makes managers whose first quorum has two members, and shuts both down at the end."""
+    with lighthouse(2) as address, ExitStack() as stack:
+
+        def make(name: str, **keywords: Any) -> Manager:
+            manager = make_manager(address, name, has_part=True, **keywords)
+            stack.callback(manager.shutdown)
+            return manager
+
+        yield make
 
 
 @pytest.fixture
@@ -97,10 +112,10 @@ def test_an_error_is_reported_at_once_while_a_collective_never_ends(
         assert not manager.should_commit()
 
 
-def test_a_vote_does_not_wait_for_ever_for_a_member_that_died(devices: StandInDevices, new_manager: NewManager) -> None:
+def test_a_vote_does_not_wait_for_ever_for_a_member_that_died(devices: StandInDevices, new_member: NewManager) -> None:
     def replica(name: str) -> tuple[bool, float, str, bool, int]:
         group = StandInGroup(devices)
-        manager = new_manager(name, pg=group, min_replica_size=2, has_part=True)
+        manager = new_member(name, pg=group)
         with StandInStream(devices):
             group.is_member_missing = True
             manager.start_quorum()
@@ -121,3 +136,43 @@ def test_a_vote_does_not_wait_for_ever_for_a_member_that_died(devices: StandInDe
         assert "expected the device to finish the collectives" in error
         assert is_next
         assert num_configured == 2
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on a device."""
+
+    is_cpu = False  # type: ignore[assignment]
+
+
+def test_gloo_copies_in_the_order_of_the_stream_that_begins_the_reduction(
+    devices: StandInDevices, new_member: NewManager
+) -> None:
+    class Group(GlooProcessGroup):
+        """Notes the stream with which gloo orders its copies from the device, and the one for those to it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.streams: list[Any] = []
+
+        def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+            self.streams.append(devices.current_stream())
+            work = super().allreduce(tensors, opts)
+
+            def wait() -> bool:
+                self.streams.append(devices.current_stream())
+                return bool(work.wait())
+
+            return SimpleNamespace(wait=wait)
+
+    def replica(name: str, value: float) -> tuple[bool, list[float]]:
+        group = Group()
+        manager = new_member(name, pg=group)
+        manager.start_quorum()
+        tensor = torch.full((2,), value)
+        with StandInStream(devices) as own:
+            manager.allreduce(tensor.as_subclass(OnDevice)).wait()
+        assert manager.should_commit()
+        return group.streams == [own, own], tensor.tolist()
+
+    outcomes = run_replicas(lambda: replica("first", 1.0), lambda: replica("second", 2.0))
+    assert outcomes == [(True, [1.5, 1.5])] * 2

@@ -53,7 +53,7 @@ class StandInDevices:
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         monkeypatch.setattr(torch, "get_device_module", lambda: SimpleNamespace(is_initialized=lambda: True))
 
-    def current_stream(self) -> StandInStream:
+    def current_stream(self, device: object = None) -> StandInStream:
         stream: StandInStream = getattr(self.of_thread, "stream", self.default_stream)
         return stream
 
