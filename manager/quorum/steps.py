@@ -67,7 +67,11 @@ class StepReductions:
         current.num_averaging += 1
         is_averaged = average_gradients(parameters, partial(self._reduce, current, None))
         current.num_averaging -= 1
-        return is_averaged
+        # A collective that the process group aborted on the device raised nothing.
+        noticed = self._participant.membership.process_group.error() if is_averaged else None
+        if noticed is not None:
+            self._participant.report_error(noticed)
+        return is_averaged and noticed is None
 
     def end(self, current: QuorumRound, deadline: Deadline) -> None:
         """Wait for the reductions of the round, and check that the other replicas made the same reductions.

@@ -138,6 +138,21 @@ def test_a_vote_does_not_wait_for_ever_for_a_member_that_died(devices: StandInDe
         assert num_configured == 2
 
 
+def test_gradients_of_a_collective_that_was_aborted_do_not_count_as_averaged(
+    devices: StandInDevices, new_manager: NewManager
+) -> None:
+    group = StandInGroup(devices)
+    manager = new_manager("alone", pg=group, has_part=True)
+    weight = torch.nn.Parameter(torch.ones(2))
+    averaged = []
+    for is_timing_out in (True, False):
+        group.is_timing_out = is_timing_out
+        manager.start_quorum()
+        weight.grad = torch.ones(2)
+        averaged.append((manager.average_gradients([weight]), manager.should_commit()))
+    assert averaged == [(False, False), (True, True)]
+
+
 class OnDevice(torch.Tensor):
     """A tensor that says it is on a device."""
 
