@@ -1,6 +1,6 @@
 """Collectives on a device: each thread has its own device and stream, and the host waits for no dead member.
 
-There is no device here: see ``device_collectives``.
+There is no device here: see ``device_collectives``. ``tests/gpu/test_nccl.py`` runs NCCL on one.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def test_gradients_of_a_collective_that_was_aborted_do_not_count_as_averaged(
 class OnDevice(torch.Tensor):
     """A tensor that says it is on a device."""
 
-    is_cpu = False  # type: ignore[assignment]
+    is_cpu = False
 
 
 def test_gloo_copies_in_the_order_of_the_stream_that_begins_the_reduction(
