@@ -105,6 +105,11 @@ class QuorumProcessGroup:
         if decision.rank is None or decision.group == self.group:
             return 0.0
         start_s = time.monotonic()
+        if self.group and uses_accelerator() and not _is_gloo(self.wrapped):
+            # The next group aborts this one, whose last collectives, such as those of a loss, may be queued only. Half
+            # the time, because the others wait for this member.
+            with suppress(TimeoutError):
+                self.wait_for_device(deadline.cap(self._connect_timeout / 2))
         with self._mutex:
             if self._is_closed:
                 raise QuorumError(f"replica {replica_id} has been shut down")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_collectives import StandInDevices, StandInGroup, StandInStream
+from device_collectives import StandInCollective, StandInDevices, StandInGroup, StandInStream
 from quorum_threads import beside, lighthouse, make_manager, run_replicas
 
 from manager import GlooProcessGroup, Manager
@@ -50,7 +50,7 @@ def test_the_training_thread_s_stream_waits_for_a_wrapped_future(devices: StandI
     class StandInFuture:
         """After ``ivalue::Future`` (ATen/core/ivalue_inl.h): ``wait`` has the stream wait, and ``value`` has not."""
 
-        is_reduced = threading.Event()
+        is_reduced = StandInCollective(is_member_missing=False)
 
         def add_done_callback(self, callback: Callable[[Any], object]) -> None:
             self.callback = callback
@@ -95,6 +95,29 @@ def test_the_quorum_thread_connects_the_device_of_the_training_thread(
     beside(step, join)
     assert groups[0].configured[:2] == [(1, OWN_DEVICE), (2, OWN_DEVICE)]
     assert groups[1].configured == [(2, OWN_DEVICE + 1)]
+
+
+def test_a_new_group_does_not_cut_off_a_collective_after_the_commit(
+    devices: StandInDevices, new_manager: NewManager
+) -> None:
+    group = StandInGroup(devices)
+    first = new_manager("first", pg=group, has_part=True)
+
+    def step() -> None:
+        first.start_quorum()
+        assert first.should_commit()
+        # A logged loss: only the stream waits for it.
+        first.allreduce(torch.ones(1)).wait()
+
+    def join() -> None:
+        second = new_manager("second", pg=StandInGroup(devices), has_part=True)
+        second.start_quorum()
+        assert second.should_commit()
+        second.shutdown()
+
+    beside(step, join)
+    assert len(group.configured) > 1
+    assert group.num_cut == 0
 
 
 def test_an_error_is_reported_at_once_while_a_collective_never_ends(

@@ -18,20 +18,40 @@ import torch
 _AT_ONCE_S = 20.0
 
 
+class StandInCollective:
+    """A collective, which the device runs at the last moment that the contract allows.
+
+    Attributes:
+        is_over: Set when the device has run it, or when it was aborted.
+    """
+
+    def __init__(self, *, is_member_missing: bool) -> None:
+        self._is_member_missing = is_member_missing
+        self.is_over = threading.Event()
+
+    def run(self) -> None:
+        if not self._is_member_missing:
+            self.is_over.set()
+
+
 class StandInStream:
     """A stream of the device. It is blocked by the collectives that it waits for."""
 
     def __init__(self, devices: StandInDevices) -> None:
         self._devices = devices
         self._outer: list[StandInStream] = []
-        self.waits_for: list[threading.Event] = []
+        self.waits_for: list[StandInCollective] = []
+        devices.streams.append(self)
 
     def query(self) -> bool:
-        return all(each.is_set() for each in self.waits_for)
+        for each in self.waits_for:
+            each.run()
+        return all(each.is_over.is_set() for each in self.waits_for)
 
     def synchronize(self) -> None:
         for each in self.waits_for:
-            assert each.wait(_AT_ONCE_S), "the host waits for a device that never ends"
+            each.run()
+            assert each.is_over.wait(_AT_ONCE_S), "the host waits for a device that never ends"
 
     def __enter__(self) -> StandInStream:
         self._outer.append(self._devices.current_stream())
@@ -47,6 +67,7 @@ class StandInDevices:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.of_thread = threading.local()
+        self.streams: list[StandInStream] = []
         self.default_stream = StandInStream(self)
         for name in ("current_stream", "current_device_index", "set_device_index", "synchronize"):
             monkeypatch.setattr(torch.accelerator, name, getattr(self, name))
@@ -65,16 +86,17 @@ class StandInDevices:
         self.of_thread.index = index
 
     def synchronize(self) -> None:
-        self.current_stream().synchronize()
+        for stream in list(self.streams):
+            stream.synchronize()
 
 
 class StandInWork:
-    def __init__(self, devices: StandInDevices, is_done: threading.Event) -> None:
+    def __init__(self, devices: StandInDevices, collective: StandInCollective) -> None:
         self._devices = devices
-        self._is_done = is_done
+        self._collective = collective
 
     def wait(self) -> bool:
-        self._devices.current_stream().waits_for.append(self._is_done)
+        self._devices.current_stream().waits_for.append(self._collective)
         return True
 
 
@@ -83,15 +105,17 @@ class StandInGroup:
 
     Attributes:
         configured: For each `configure`, the number of members and the index of the current device.
+        num_cut: Number of collectives that were aborted before the device ran them.
         is_member_missing: Whether collectives never end.
         is_timing_out: Whether the group's own timer aborts each collective.
     """
 
     def __init__(self, devices: StandInDevices) -> None:
         self._devices = devices
-        self._begun: list[threading.Event] = []
+        self._begun: list[StandInCollective] = []
         self._error: Exception | None = None
         self.configured: list[tuple[int, int]] = []
+        self.num_cut = 0
         self.is_member_missing = False
         self.is_timing_out = False
 
@@ -101,21 +125,20 @@ class StandInGroup:
         self._error = None
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> StandInWork:
-        is_done = threading.Event()
-        self._begun.append(is_done)
-        if not self.is_member_missing:
-            is_done.set()
+        collective = StandInCollective(is_member_missing=self.is_member_missing)
+        self._begun.append(collective)
         if self.is_timing_out:
             self.abort()
-        return StandInWork(self._devices, is_done)
+        return StandInWork(self._devices, collective)
 
     def abort(self) -> None:
         self._error = RuntimeError("aborted")
         for each in self._begun:
-            each.set()
+            self.num_cut += not each.is_over.is_set()
+            each.is_over.set()
 
     def errored(self) -> Exception | None:
-        self._devices.synchronize()
+        self._devices.current_stream().synchronize()
         return self._error
 
     def shutdown(self) -> None:
