@@ -1,7 +1,8 @@
-"""A replica whose process group is one of torchft's: ``torchft_group_replica.py LIGHTHOUSE NAME GROUP DEVICE LIMIT_S``.
+"""A replica with a process group of torchft's.
 
-It prints ``ready``, and ``done`` after each line that it was sent (`keepers.Trainer`). GROUP is the name of torchft's
-class, or ``Absent`` for a member that meets the others in the store and then never connects.
+``torchft_group_replica.py LIGHTHOUSE NAME GROUP DEVICE LIMIT_S GROUP_LIMIT_S``: it prints ``ready``, and ``done`` after
+each line that it was sent (`keepers.Trainer`). GROUP is the name of torchft's class, or ``Absent`` for a member that
+meets the others in the store and then never connects.
 """
 
 from __future__ import annotations
@@ -59,11 +60,12 @@ def train(value: float, num_members: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    address, name, group_name, device, limit_s = sys.argv[1:]
+    address, name, group_name, device, limit_s, group_limit_s = sys.argv[1:]
     limit = timedelta(seconds=float(limit_s))
     if device != "cpu":
         torch.cuda.set_device(device)
-    group: Any = Absent() if group_name == "Absent" else getattr(torchft, group_name)(timeout=limit)
+    group_limit = timedelta(seconds=float(group_limit_s))
+    group: Any = Absent() if group_name == "Absent" else getattr(torchft, group_name)(timeout=group_limit)
     weight = torch.nn.Parameter(torch.zeros(4, device=device))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     manager = make_manager(address, name, pg=group, timeout=limit, connect_timeout=limit)
