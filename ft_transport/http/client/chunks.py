@@ -191,7 +191,7 @@ class _ChunkWire:
         response = self._ask_source(connection, source, start, stop)
         for chunk in chunks:
             began_s = time.monotonic()
-            num_bytes = self._receive_chunk(connection, chunk)
+            num_bytes = self._receive_chunk(connection, chunk, is_steady=True)
             self._longest_chunk_s = max(self._longest_chunk_s, time.monotonic() - began_s)
             self._landed(chunk)
             yield chunk, num_bytes
@@ -282,13 +282,13 @@ class _ChunkWire:
             raise _unexpected(connection, f"a body of {len(chunks)} chunks in {expected_bytes} bytes", response)
         return response
 
-    def _receive_chunk(self, connection: Connection, chunk: int) -> int:
+    def _receive_chunk(self, connection: Connection, chunk: int, *, is_steady: bool = False) -> int:
         """Receive and verify a chunk; return its number of bytes."""
         start, stop = self._manifest.chunks.range_of(chunk, chunk + 1)
         views = self._destination.buffers(start, stop)
         # Reads the whole chunk before it is digested. Digests of smaller parts would read from a nearer cache, but each
         # part would cost more time than that saves.
-        connection.read_into(views)
+        connection.read_into(views, is_steady=is_steady)
         if self._digests is None:
             return stop - start
         actual = self._manifest.digester.digest_of(views)

@@ -280,8 +280,12 @@ class Connection:
         self._body = BodyReader(self._socket, peer=self.peer, timeouts=self._timeouts, length=response.length or 0)
         return response
 
-    def read_into(self, views: Sequence[memoryview]) -> None:
+    def read_into(self, views: Sequence[memoryview], *, is_steady: bool = False) -> None:
         """Fill all views, in order, with the next bytes of the body.
+
+        Args:
+            views: The memory to fill.
+            is_steady: Whether the peer sends the rest of the body without waiting for anything.
 
         Raises:
             PeerUnreachableError: The body ended early, or its bytes arrived too slowly.
@@ -290,7 +294,7 @@ class Connection:
         assert self._socket is not None
         assert self._body is not None
         try:
-            self._body.read_into(views)
+            self._body.read_into(views, is_steady=is_steady)
         except BaseException as error:
             self._fail(error, "reading")
 

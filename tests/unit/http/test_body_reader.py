@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ def reader_of(
     deadline_s: float = 20.0,
     stall_timeout_s: float = 20.0,
     min_bytes_per_s: float = 1.0,
+    length: int = len(BODY),
 ) -> BodyReader:
     body = BodyReader(
         DeadlineSocket(near),
@@ -44,7 +46,7 @@ def reader_of(
             stall_timeout_s=stall_timeout_s,
             min_bytes_per_s=min_bytes_per_s,
         ),
-        length=len(BODY),
+        length=length,
     )
     body.ahead = ahead
     return body
@@ -72,6 +74,27 @@ def test_what_was_read_with_the_head_is_left_for_the_next_read(pair: tuple[socke
     far.sendall(BODY[300:])
     body.read_into([memoryview(second)])
     assert bytes(first + second) == BODY
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux wakes a read after a number of bytes")
+def test_a_steady_body_wakes_a_read_late_while_enough_follows_and_needs_no_further_byte_to_end_it(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    near, far = pair
+    num_bytes = 1 << 20
+    part = BODY * (num_bytes // len(BODY))
+    body = reader_of(near, ahead=b"", length=2 * num_bytes)
+    for wakes_late in (True, False):
+        received = bytearray(num_bytes)
+        # Nothing follows before the read has returned.
+        sending = threading.Thread(target=far.sendall, args=(part,), daemon=True)
+        sending.start()
+        began_s = time.monotonic()
+        body.read_into([memoryview(received)], is_steady=True)
+        assert time.monotonic() - began_s < 10.0
+        sending.join()
+        assert bytes(received) == part
+        assert (near.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) > 1) is wakes_late
 
 
 def test_much_that_has_come_earns_the_rest_no_time_once_it_is_paced_anew(
