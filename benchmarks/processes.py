@@ -36,6 +36,7 @@ _PRELOADED: Final = (
     "benchmarks.goodput",
     "benchmarks.gpu",
     "benchmarks.heal",
+    "benchmarks.host",
     "benchmarks.keep",
     "benchmarks.keep_copies",
     "benchmarks.loop",
