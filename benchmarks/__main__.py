@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from benchmarks import (
@@ -105,8 +106,10 @@ def main() -> None:
             *_captions(group, is_full=arguments.full),
             sep="\n",
         )
-        if arguments.record:
+        if arguments.record and (group.benchmark != gpu.BENCHMARK.name or torch.cuda.is_available()):
             figures.record(lines)
+        elif arguments.record:
+            print("not recorded, because there is no GPU: the states were small\n")
 
 
 def _captions(group: Group, *, is_full: bool) -> Iterator[str]:
