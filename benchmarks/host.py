@@ -265,7 +265,7 @@ BENCHMARK: Final = Benchmark(
     run=run,
     default=Size(scale=0.25, num_samples=3),
     misses={
-        "unverified / bare loop": "All cores are busy, and requests and chunks take 0.1 s of a core in Python for a GB.",
+        "unverified / bare loop": "All cores are busy; for a GB, requests and chunks take 0.1 s of a core in Python.",
         "verified / bare loop": "All cores are busy; for a GB, Python takes 0.1 s of a core, and the digests 0.1 s.",
         "8 pairs / 1 pair": "Each rank begins with a manifest and small requests, about 15 ms of a core.",
     },
