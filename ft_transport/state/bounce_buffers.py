@@ -11,6 +11,7 @@ would wait for all steps that are queued there, and these steps would wait for t
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Final, TypeAlias
@@ -23,7 +24,7 @@ from ft_transport.state.tensors import as_bytes, carrier_of
 
 logger = logging.getLogger(__name__)
 
-_HALF_BYTES: Final = 32 << 20
+HALF_BYTES: Final = 32 << 20
 _ALIGN_BYTES: Final = 64
 _LEAST_BYTES: Final = 1 << 20
 """Smaller copies use ordinary memory, because torch frees page-locked memory only when the process ends."""
@@ -117,7 +118,7 @@ class BounceBuffers:
         half_bytes: Largest size of each buffer.
     """
 
-    def __init__(self, accelerator: Accelerator | None = None, *, half_bytes: int = _HALF_BYTES) -> None:
+    def __init__(self, accelerator: Accelerator | None = None, *, half_bytes: int = HALF_BYTES) -> None:
         self._accelerator = accelerator if accelerator is not None else Accelerator()
         self._half_bytes = half_bytes
 
@@ -175,6 +176,48 @@ class BounceBuffers:
                 for event, emptied in landing:
                     _empty(event, emptied)
 
+    def read(self, batches: Iterable[Sequence[torch.Tensor]], after: Marks) -> Iterator[list[torch.Tensor]]:
+        """Yield for each batch of uint8 tensors on devices their bytes, in a buffer, while the next batch is copied.
+
+        A yielded tensor is valid until the next iteration.
+
+        Args:
+            batches: Row-major tensors. Those of a batch have at most ``half_bytes`` bytes together, padded
+                (`padded_bytes`).
+            after: For each device, the event after which its tensors may be read.
+        """
+        halves: list[torch.Tensor] = []
+        streams: dict[torch.device, Any] = {}
+        copied: deque[tuple[list[torch.Tensor], list[Any]]] = deque()
+        try:
+            for number, batch in enumerate(batches):
+                views: list[torch.Tensor] = []
+                events: list[Any] = []
+                copied.append((views, events))
+                halves = halves or (self._page_locked_halves(self._half_bytes) if batch else [])
+                at = 0
+                for source in batch:
+                    views.append(halves[number % 2][at : at + source.numel()])
+                    at += padded_bytes(source.numel())
+                for device, pairs in _by_device(list(zip(views, batch, strict=True)), batch):
+                    if device not in streams:
+                        streams[device] = self._stream(device, after)
+                    events.append(self._accelerator.new_event(device))
+                    try:
+                        with streams[device]:
+                            for view, source in pairs:
+                                view.copy_(source, non_blocking=True)
+                    finally:
+                        events[-1].record(streams[device])
+                if number:
+                    yield _arrived(copied.popleft())
+            while copied:
+                yield _arrived(copied.popleft())
+        finally:
+            # Also after an error: the next user of the buffers must not read what the device still writes.
+            for rest in copied:
+                _arrived(rest)
+
     def _stream(self, device: torch.device, after: Marks) -> Any:
         """Return a new stream that begins after the device's event."""
         stream = self._accelerator.new_stream(device)
@@ -183,13 +226,27 @@ class BounceBuffers:
 
     def _page_locked(self, pairs: Sequence[Pair]) -> list[torch.Tensor]:
         """Return two page-locked buffers. For small copies, or if locking fails, return ordinary memory."""
-        num_bytes = min(self._half_bytes, sum(target.nbytes + _ALIGN_BYTES for target, _ in pairs))
+        return self._page_locked_halves(min(self._half_bytes, sum(target.nbytes + _ALIGN_BYTES for target, _ in pairs)))
+
+    def _page_locked_halves(self, num_bytes: int) -> list[torch.Tensor]:
         if num_bytes >= _LEAST_BYTES:
             try:
                 return [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
             except RuntimeError as error:
                 logger.debug("copies to and from the device are slow, because no memory can be page-locked: %s", error)
         return [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2)]
+
+
+def padded_bytes(num_bytes: int) -> int:
+    """Return the number of bytes that a tensor takes in a buffer."""
+    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+def _arrived(copied: tuple[list[torch.Tensor], list[Any]]) -> list[torch.Tensor]:
+    views, events = copied
+    for event in events:
+        event.synchronize()
+    return views
 
 
 def _batches(
@@ -213,7 +270,7 @@ def _batches(
             bounce = halves[number % len(halves)][at : at + taken]
             batch.append((bounce, to[start : start + taken], from_[start : start + taken]))
             start += taken
-            at += -(-taken // _ALIGN_BYTES) * _ALIGN_BYTES
+            at += padded_bytes(taken)
     if batch:
         yield batch
 

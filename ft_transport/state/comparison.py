@@ -7,7 +7,8 @@ tensors. It reads each byte once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Final
 
 import msgspec
@@ -16,8 +17,10 @@ import torch
 from ft_transport.runtime.decoding import collector_paused
 from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.state.blocks import FlatState
+from ft_transport.state.bounce_buffers import HALF_BYTES, BounceBuffers, padded_bytes
+from ft_transport.state.copying import Accelerator, mark
 from ft_transport.state.flatten import flatten
-from ft_transport.state.restore import DestinationPlan
+from ft_transport.state.restore import DestinationPlan, Piece
 from ft_transport.state.tensors import as_bytes, bytes_at, carrier_of, torch_name_of
 from ft_transport.wire.chunks import Hasher
 from ft_transport.wire.layouts import Layout
@@ -71,27 +74,50 @@ class TensorDigests:
             if chosen(source)
         ]
         # `compute` waits for these events: then all work that is queued on the devices now has finished.
-        self._events = [
-            _event_on(device) for device in {source.device for _, source in self._chosen} if device.type != "cpu"
-        ]
+        devices = {source.device for _, source in self._chosen if not source.is_cpu}
+        self._marks = mark(Accelerator(), devices)
 
     def compute(self) -> dict[str, int]:
-        """Return the xxh3-64 digest of each selected tensor, by a text with its path, dtype and shape. Called once."""
-        for event in self._events:
+        """Return the xxh3-64 digest of each selected tensor, by a text with its path, dtype and shape. Called once.
+
+        Not on the main thread, where a signal handler may interrupt the copies from devices.
+        """
+        for event in self._marks.values():
             event.synchronize()
         chosen, self._chosen = self._chosen, []
-        digests = {}
-        for name, source in chosen:
-            hasher = Hasher()
-            _update(hasher, source)
-            digests[name] = hasher.intdigest()
-        return digests
+        hashers = [Hasher() for _ in chosen]
+        on_device: dict[int, torch.Tensor] = {}
+        for number, (_, source) in enumerate(chosen):
+            if source.is_cpu:
+                _update(hashers[number], source)
+            else:
+                on_device[number] = _flat(source)
+        accelerator = Accelerator()
+        after = mark(accelerator, {source.device for source in on_device.values()})
+        batches = list(_batches(on_device))
+        pieces = ([on_device[number][start:end] for number, start, end in batch] for batch in batches)
+        for batch, views in zip(batches, BounceBuffers(accelerator).read(pieces, after), strict=True):
+            for (number, _, _), view in zip(batch, views, strict=True):
+                hashers[number].update(view.numpy().data)
+        return {name: hasher.intdigest() for (name, _), hasher in zip(chosen, hashers, strict=True)}
 
 
-def _event_on(device: torch.device) -> torch.Event:
-    event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
-    return event
+def _batches(tensors: Mapping[int, torch.Tensor]) -> Iterator[list[tuple[int, int, int]]]:
+    """Divide tensors into batches that fit into a buffer. Yield each as number, start and end of the tensors' parts."""
+    batch: list[tuple[int, int, int]] = []
+    left = HALF_BYTES
+    for number, tensor in tensors.items():
+        start = 0
+        while start < tensor.numel():
+            if not left:
+                yield batch
+                batch, left = [], HALF_BYTES
+            end = min(tensor.numel(), start + left)
+            batch.append((number, start, end))
+            left -= padded_bytes(end - start)
+            start = end
+    if batch:
+        yield batch
 
 
 def _update(hasher: Hasher, source: torch.Tensor) -> None:
@@ -242,28 +268,67 @@ def _differing_tensors(
     copies = {
         slot: _flat(blocks.sources[counterparts[index]]) for slot, index in enumerate(filled) if not addresses[slot]
     }
-    # The threads below read on other streams, so wait for the work on this thread's streams.
-    for device in {source.device for source in copies.values() if not source.is_cpu}:
-        torch.accelerator.current_stream(device).synchronize()
-
+    on_device = {slot: source for slot, source in copies.items() if not source.is_cpu}
+    accelerator = Accelerator()
+    after = mark(accelerator, {source.device for source in on_device.values()})
     digests = manifest.digests
     assert digests is not None, "a receiver of the data has requested the digests"
 
-    def bytes_of(slot: int, offset: int, num_bytes: int) -> memoryview:
-        if addresses[slot]:
-            return bytes_at(addresses[slot] + offset, num_bytes)
-        return copies[slot][offset : offset + num_bytes].cpu().numpy().data
+    every: tuple[Sequence[int], list[Piece]] = (range(manifest.chunks.num_chunks), [])
 
-    def agrees(chunk: int) -> bool:
-        pieces = plan.pieces(*manifest.chunks.range_of(chunk, chunk + 1))
-        return manifest.digester.digest_of(bytes_of(*piece) for piece in pieces) == digests[chunk]
+    def pieces_of(chunk: int) -> Iterator[Piece]:
+        return plan.pieces(*manifest.chunks.range_of(chunk, chunk + 1))
 
-    with SafeExecutor(num_threads, "ft-transport-verify") as pool:
-        for chunk, is_equal in enumerate(pool.map(agrees, range(manifest.chunks.num_chunks))):
-            if not is_equal:
-                pieces = plan.pieces(*manifest.chunks.range_of(chunk, chunk + 1))
-                names = [manifest.tensors[filled[slot]].name for slot, _, _ in pieces]
-                yield f"the bytes differ in {', '.join(names[:5])}" + (" …" if len(names) > 5 else "")
+    def agrees(chunk: int, received: Mapping[Piece, torch.Tensor]) -> bool:
+        def bytes_of(piece: Piece) -> memoryview:
+            slot, offset, num_bytes = piece
+            if addresses[slot]:
+                return bytes_at(addresses[slot] + offset, num_bytes)
+            found = received[piece] if slot in on_device else copies[slot][offset : offset + num_bytes]
+            return found.numpy().data
+
+        return manifest.digester.digest_of(map(bytes_of, pieces_of(chunk))) == digests[chunk]
+
+    def differing() -> list[int]:
+        found: list[int] = []
+        windows = list(_windows(range(manifest.chunks.num_chunks), pieces_of, on_device) if on_device else [every])
+        batches = (
+            [on_device[slot][offset : offset + num_bytes] for slot, offset, num_bytes in pieces]
+            for _, pieces in windows
+        )
+        with SafeExecutor(num_threads, "ft-transport-verify") as pool:
+            for (chunks, pieces), views in zip(windows, BounceBuffers(accelerator).read(batches, after), strict=True):
+                received = dict(zip(pieces, views, strict=True))
+                results = pool.map(agrees, chunks, repeat(received))
+                found += [chunk for chunk, is_equal in zip(chunks, results, strict=True) if not is_equal]
+        return found
+
+    # The copies from devices are not queued on the main thread, where a signal handler may interrupt them.
+    with SafeExecutor(1, "ft-transport-compare") as thread:
+        chunks = thread.submit(differing).result() if on_device else differing()
+    for chunk in chunks:
+        names = [manifest.tensors[filled[slot]].name for slot, _, _ in pieces_of(chunk)]
+        yield f"the bytes differ in {', '.join(names[:5])}" + (" …" if len(names) > 5 else "")
+
+
+def _windows(
+    chunks: Iterable[int], pieces_of: Callable[[int], Iterable[Piece]], on_device: Container[int]
+) -> Iterator[tuple[Sequence[int], list[Piece]]]:
+    """Group consecutive chunks such that the pieces on devices fit into a buffer. Yield each with these pieces."""
+    window: list[int] = []
+    pieces: list[Piece] = []
+    num_bytes = 0
+    for chunk in chunks:
+        own = [piece for piece in pieces_of(chunk) if piece[0] in on_device]
+        own_bytes = sum(padded_bytes(piece[2]) for piece in own)
+        if pieces and num_bytes + own_bytes > HALF_BYTES:
+            yield window, pieces
+            window, pieces, num_bytes = [], [], 0
+        window.append(chunk)
+        pieces += own
+        num_bytes += own_bytes
+    if window:
+        yield window, pieces
 
 
 def _flat(source: torch.Tensor) -> torch.Tensor:
