@@ -8,6 +8,7 @@ optimizer step begin before the copies are complete: the device then runs the st
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -227,16 +228,24 @@ def _queue(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.de
 def pinning() -> Callable[[torch.Tensor], Callable[[], None]] | None:
     """Return a function that page-locks an arena; ``None`` without a CUDA device.
 
+    The function does nothing in a process that does not use CUDA: page-locking would create a CUDA context, and raises
+    after a fork.
+
     Without page-locking, the driver copies through its own buffers, and blocks the host during the copy.
     """
     if not torch.cuda.is_available():
         return None
 
     def pin(data: torch.Tensor) -> Callable[[], None]:
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch declares no types
+            return lambda: None
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch declares no types
         address = data.data_ptr()
         status = cudart.cudaHostRegister(address, data.numel(), _CUDA_HOST_REGISTER_PORTABLE)
         if int(status) != 0:
+            # CUDA keeps the error for the next kernel launch of this thread, which would be the trainer's.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
             raise SnapshotError(f"expected to page-lock {data.numel()} bytes, cudaHostRegister returned {status}")
 
         def unpin() -> None:

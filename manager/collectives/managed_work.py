@@ -143,10 +143,11 @@ def wait_all(works: Sequence[ManagedWork], deadline: Deadline = _NO_DEADLINE) ->
 def uses_accelerator() -> bool:
     """Return whether this process uses an accelerator. Questions about devices and streams would make it use one.
 
-    A process that trains on the host has no use for the memory of a CUDA context, and after a fork CUDA raises.
+    A process that trains on the host has no use for the memory of a CUDA context, and after a fork CUDA raises. Even
+    ``torch.accelerator.is_available`` may prevent CUDA in later forks (its own documentation), so it is asked last.
     """
     is_initialized = getattr(torch.get_device_module(), "is_initialized", bool)
-    return torch.accelerator.is_available() and bool(is_initialized())
+    return bool(is_initialized()) and torch.accelerator.is_available()
 
 
 def forget_frames(error: BaseException) -> None:

@@ -85,13 +85,15 @@ class _Pending:
         tensor: The tensor to reduce; ``None`` after the process group has received it.
         options: Options for the process group.
         num_entries: Number of entries in the `ReductionLog` up to this reduction, inclusive.
-        stream: The stream that computes the tensor and later reads the result; a null context for a tensor on the host.
+        stream: The stream that computes the tensor; a null context for a tensor on the host.
+        done: The event of that stream after which the result may be read; ``None`` on the host, and before the end.
     """
 
     tensor: torch.Tensor | None
     options: AllreduceOptions
     num_entries: int
     stream: AbstractContextManager[Any]
+    done: Any = None
 
 
 class ReductionSequence:
@@ -158,8 +160,14 @@ class ReductionSequence:
         self._wait(lambda: self._is_over, "the other replicas to end their reductions", timeout)
 
     def wait_for(self, number: int, timeout: timedelta | None = None) -> None:
-        """Wait for one reduction; ``number`` 0 is the first of the step. It raises the errors of `wait_for_end`."""
+        """Wait for one reduction; ``number`` 0 is the first of the step. It raises the errors of `wait_for_end`.
+
+        For a tensor on a device, the calling thread's current stream then waits for the result.
+        """
         self._wait(lambda: self._num_done > number, f"reduction {number}", timeout)
+        pending = self._pending[number]
+        if pending.done is not None:
+            torch.accelerator.current_stream(pending.done.device).wait_event(pending.done)
 
     def fail(self, error: BaseException) -> None:
         """Make all waits raise ``error``. Only the first call has an effect. Thread-safe."""
@@ -253,13 +261,15 @@ class ReductionSequence:
             assert pending.tensor is not None, "a tensor is cleared only after its reduction has begun"
             # gloo orders its copies with the current stream, and each thread has another one.
             with pending.stream:
-                begun.append((self._group.allreduce([pending.tensor], pending.options), pending.stream))
+                begun.append((self._group.allreduce([pending.tensor], pending.options), pending))
             pending.tensor = None
         self._num_compared = num
         while begun:
-            work, stream = begun.pop(0)
-            with stream:
+            work, pending = begun.pop(0)
+            with pending.stream as stream:
                 work.wait()
+            if stream is not None:
+                pending.done = stream.record_event()
             with self._progress:
                 self._num_done += 1
                 self._progress.notify_all()

@@ -334,7 +334,7 @@ class RandomState:
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             state["numpy"] = numpy.random.get_state(legacy=False)
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch declares no types
             state["cuda"] = torch.cuda.get_rng_state_all()
         return state
 

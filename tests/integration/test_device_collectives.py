@@ -182,7 +182,7 @@ class OnDevice(torch.Tensor):
     is_cpu = False
 
 
-def test_gloo_copies_in_the_order_of_the_stream_that_begins_the_reduction(
+def test_gloo_copies_in_the_order_of_the_stream_that_begins_and_the_one_that_waits_follows(
     devices: StandInDevices, new_member: NewManager
 ) -> None:
     class Group(GlooProcessGroup):
@@ -202,15 +202,17 @@ def test_gloo_copies_in_the_order_of_the_stream_that_begins_the_reduction(
 
             return SimpleNamespace(wait=wait)
 
-    def replica(name: str, value: float) -> tuple[bool, list[float]]:
+    def replica(name: str, value: float) -> tuple[bool, bool, list[float]]:
         group = Group()
         manager = new_member(name, pg=group)
         manager.start_quorum()
         tensor = torch.full((2,), value)
         with StandInStream(devices) as own:
-            manager.allreduce(tensor.as_subclass(OnDevice)).wait()
+            work = manager.allreduce(tensor.as_subclass(OnDevice))
+        with StandInStream(devices) as other:
+            work.wait()
         assert manager.should_commit()
-        return group.streams == [own, own], tensor.tolist()
+        return group.streams == [own, own], own in other.waited_for, tensor.tolist()
 
     outcomes = run_replicas(lambda: replica("first", 1.0), lambda: replica("second", 2.0))
-    assert outcomes == [(True, [1.5, 1.5])] * 2
+    assert outcomes == [(True, True, [1.5, 1.5])] * 2

@@ -41,6 +41,7 @@ class StandInStream:
         self._devices = devices
         self._outer: list[StandInStream] = []
         self.waits_for: list[StandInCollective] = []
+        self.waited_for: list[StandInStream] = []
         devices.streams.append(self)
 
     def query(self) -> bool:
@@ -52,6 +53,12 @@ class StandInStream:
         for each in self.waits_for:
             each.run()
             assert each.is_over.wait(_AT_ONCE_S), "the host waits for a device that never ends"
+
+    def record_event(self) -> SimpleNamespace:
+        return SimpleNamespace(device=torch.device("cuda", 0), stream=self)
+
+    def wait_event(self, event: SimpleNamespace) -> None:
+        self.waited_for.append(event.stream)
 
     def __enter__(self) -> StandInStream:
         self._outer.append(self._devices.current_stream())

@@ -284,6 +284,7 @@ def _with_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], StandInCudaRu
     def install(status: int) -> StandInCudaRuntime:
         runtime = StandInCudaRuntime(status)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
         return runtime
 
@@ -302,12 +303,38 @@ def test_arenas_are_page_locked_where_there_is_cuda(_with_cuda: Callable[[int], 
     assert runtime.calls[1:] == [("unregister", address)]
 
 
-def test_an_arena_that_cannot_be_page_locked_is_an_error(_with_cuda: Callable[[int], StandInCudaRuntime]) -> None:  # noqa: PT019
+def test_a_process_that_does_not_use_cuda_page_locks_nothing(
+    _with_cuda: Callable[[int], StandInCudaRuntime],  # noqa: PT019
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = _with_cuda(0)
+    # Also after a fork, in which every call of CUDA raises.
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    with open_stager() as stager:
+        take(stager, 1, torch.ones(3)).close()
+    assert not runtime.calls
+
+
+def test_an_arena_that_cannot_be_page_locked_is_an_error(
+    _with_cuda: Callable[[int], StandInCudaRuntime],  # noqa: PT019
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runtime = _with_cuda(2)
+    launched: list[object] = []
+    zeros = torch.zeros
+
+    def launch(*sizes: int, **keywords: Any) -> torch.Tensor:
+        if keywords.get("device") == "cuda":
+            launched.append(keywords)
+            raise RuntimeError("CUDA error: the error of cudaHostRegister")
+        return zeros(*sizes, **keywords)
+
+    monkeypatch.setattr(torch, "zeros", launch)
     with open_stager(max_snapshots=1) as stager:
         for _ in range(3):
             with pytest.raises(SnapshotError, match="cudaHostRegister returned 2"):
                 take(stager, 1, torch.ones(3))
+        assert len(launched) == 3, "the next kernel of the trainer must not get the error"
         runtime.status = 0
         take(stager, 1, torch.ones(3)).close()
 

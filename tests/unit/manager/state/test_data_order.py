@@ -50,6 +50,7 @@ def test_devices_are_set_if_there_are_as_many(monkeypatch: pytest.MonkeyPatch, n
     was_set: list[list[torch.Tensor]] = []
     # torch.cuda is replaced here: this machine has no such devices.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: seeds)
     monkeypatch.setattr(torch.cuda, "set_rng_state_all", was_set.append)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
