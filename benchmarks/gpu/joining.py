@@ -18,7 +18,7 @@ from benchmarks.replicas.training import Model
 from benchmarks.report import Group, Quantity, Verdict
 from benchmarks.transports import NO_TORCHFT, torchft_is_installed
 
-_STATE_BYTES: Final = {True: 2_000_000_000, False: 240_000_000}
+_STATE_BYTES: Final = {True: 1_000_000_000, False: 240_000_000}
 """By whether there is a GPU."""
 _NUM_TENSORS: Final = 16
 _NUM_STEPS_BEFORE: Final = 6

@@ -36,10 +36,11 @@ from ft_transport.settings import default_num_threads
 from ft_transport.state.host_copying import HostCopier
 from ft_transport.wire.chunks import CHUNK_BYTES, ChunkTable
 
-_MOVED_BYTES: Final = {True: 4 << 30, False: 64 << 20}
+_MOVED_BYTES: Final = {True: 2 << 30, False: 64 << 20}
 """By whether there is a GPU."""
 _NUM_TENSORS: Final = 300
 _CHANGED_SHARE: Final = 100
+_CHILD_S: Final = 120.0
 
 RATE: Final = Quantity("first fetch", "GB/s")
 SEND: Final = Quantity("send_checkpoint", "ms")
@@ -148,7 +149,7 @@ def measure_moving(group: Group, options: Options) -> None:
     pinned = [torch.zeros(tensor.shape, pin_memory=has_gpu()) for tensor in tensors_of(state)]
     receiver = Child(_receive)
     try:
-        receiver.receive()
+        receiver.receive(_CHILD_S)
         for round_number, variant in options.rounds("gpu moving", variants):
             if variant is LINK:
                 synchronize()
@@ -166,7 +167,7 @@ def measure_moving(group: Group, options: Options) -> None:
                     sender = variant if variant is HTTP else SENDER
                     group.add(sender, SEND, Sample(round_number, sent_s * 1e3))
                 receiver.say((variant.name, serve(1)))
-                seconds, sums = receiver.receive()
+                seconds, sums = receiver.receive(_CHILD_S)
             if variant not in _CEILINGS and sums != [float(tensor.double().sum()) for tensor in tensors_of(state)]:
                 raise RuntimeError(f"{variant.name}: expected the sender's state, got another one")
             group.add(variant, RATE, Sample(round_number, num_bytes / seconds / 1e9))

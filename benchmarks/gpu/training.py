@@ -6,7 +6,6 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
@@ -17,10 +16,11 @@ from benchmarks.machine import Watch
 from benchmarks.options import Options
 from benchmarks.report import Group, Quantity, Verdict
 from benchmarks.states import num_bytes_of
+from ft_transport.runtime.threads import SafeExecutor
 
 _STATE_BYTES: Final = 12_000_000_000
-_PEERS_S: Final = 150.0
-"""Peers are not measured again after so many seconds: the whole script has eight minutes."""
+_REPEATED: Final = (ALONE, SNAPSHOT, KEEP)
+"""The others are measured once: the whole script has eight minutes."""
 
 STEP_TIME: Final = Quantity("a step", "ms")
 PAUSE: Final = Quantity("pause", "ms")
@@ -34,20 +34,22 @@ def measure_training(group: Group, options: Options) -> None:
     group.title = f"a model and AdamW, {num_bytes / 1e9:.2f} GB on {device_name()}, a copy every {PERIOD} steps"
     ways = installed_ways()
     failures: dict[str, str] = {}
-    began_s = time.monotonic()
     with ExitStack() as outer:
         directory = Path(tempfile.mkdtemp(prefix=".gpu-benchmark-", dir=options.directory))
         outer.callback(shutil.rmtree, directory, ignore_errors=True)
         for round_number, variant in options.rounds("gpu training", tuple(ways)):
-            is_late = round_number > 0 and time.monotonic() - began_s > _PEERS_S
-            if variant.name in failures or (is_late and variant.role == "peer"):
+            if round_number and variant not in _REPEATED:
                 continue
-            with ExitStack() as stack, noting_failure(variant, failures):
+            with noting_failure(variant, failures), ExitStack() as stack:
                 own = directory / f"{round_number}-{len(group.series)}"
+                stack.callback(shutil.rmtree, own, ignore_errors=True)
                 copying = ways[variant](training, own, stack)
                 copying.every_step(0)
-                copying.begin(0)()  # the first copy allocates and page-locks its memory
+                # The first copy allocates and page-locks its memory.
+                begun = copying.begin(0)
                 training.step(copying.before_optimizer)
+                begun.wait()
+                begun.clean_up()
                 with Watch([os.getpid()]) as watch:
                     pause_s, complete_s, step_s = _period(training, copying, PERIOD)
                 group.add(variant, STEP_TIME, watch.sample(round_number, step_s * 1e3))
@@ -80,18 +82,24 @@ def _period(training: DeviceModel, copying: Copying, first_step: int) -> tuple[f
 
     # Hooks run in the order of their registration: the manager's own has returned.
     hook = training.optimizer.register_step_pre_hook(hooks_ended)
-    synchronize()
-    began_s = time.monotonic()
-    wait: Callable[[], object] = lambda: None  # noqa: E731
-    for step in range(first_step, first_step + PERIOD):
-        step_began_s = time.monotonic()
-        copying.every_step(step)
-        if step == first_step:
-            wait = copying.begin(step)
-        pause_s += time.monotonic() - step_began_s
-        training.step(before_optimizer)
-    synchronize()
-    step_s = (time.monotonic() - began_s) / PERIOD
-    hook.remove()
-    wait()
-    return pause_s, time.monotonic() - began_s, step_s
+    with SafeExecutor(1, "gpu-benchmark") as waiting:
+        try:
+            synchronize()
+            began_s = time.monotonic()
+            copying.every_step(first_step)
+            begun = copying.begin(first_step)
+            pause_s += time.monotonic() - began_s
+            completed = waiting.submit(lambda: (begun.wait(), time.monotonic())[1])
+            training.step(before_optimizer)
+            for step in range(first_step + 1, first_step + PERIOD):
+                step_began_s = time.monotonic()
+                copying.every_step(step)
+                pause_s += time.monotonic() - step_began_s
+                training.step(before_optimizer)
+            synchronize()
+            step_s = (time.monotonic() - began_s) / PERIOD
+        finally:
+            hook.remove()
+        complete_s = completed.result() - began_s
+    begun.clean_up()
+    return pause_s, complete_s, step_s
