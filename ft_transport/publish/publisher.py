@@ -218,10 +218,10 @@ class Publisher:
                 notifying.add_done_callback(lambda notified: self._end_publish(recording, notified))
             else:
                 recording.end()
+            recording.leave()
         except BaseException as error:
             recording.end("failed", error=error)
             raise
-        recording.leave()
         return PublishHandle(version, directory, self._reports, self._timeout_s)
 
     def latest(self) -> int | None:

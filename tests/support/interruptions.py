@@ -48,7 +48,7 @@ class Interruption:
         self.was_raised = False
         self._at = at
         self._modules = modules
-        self._last: dict[FrameType, str] = {}
+        self._last: dict[FrameType, tuple[str, int]] = {}
         self._tracer = _Monitoring(self) if sys.version_info >= (3, 12) else _Tracing(self)
 
     def __enter__(self) -> Interruption:
@@ -67,8 +67,13 @@ class Interruption:
     def instruction(self, frame: FrameType, offset: int) -> None:
         """Count a place if the frame's last instruction runs handlers; called before each instruction."""
         name = dis.opname[_code_of(frame.f_code)[offset]]
-        last, self._last[frame] = self._last.get(frame, ""), name
-        if name in _RUNS_HANDLERS_FIRST or (last in _RUNS_HANDLERS and last not in _RUNS_HANDLERS_FIRST):
+        (last, last_offset), self._last[frame] = self._last.get(frame, ("", offset)), (name, offset)
+        is_after = last in _RUNS_HANDLERS and last not in _RUNS_HANDLERS_FIRST
+        if is_after and _cleanup_of(frame.f_code, last_offset) != _cleanup_of(frame.f_code, offset):
+            # What a handler raises is raised by the last instruction. Here it would be raised by this one, behind the
+            # end of a ``with`` or ``try`` that covers the last one: that cannot happen.
+            return
+        if name in _RUNS_HANDLERS_FIRST or is_after:
             self.num_passed += 1
             if self.num_passed == self._at:
                 self.was_raised = True
@@ -78,7 +83,7 @@ class Interruption:
 
     def entered(self, frame: FrameType) -> None:
         """Note the instruction at the start of a function, which the interpreter does not report as one."""
-        self._last[frame] = "RESUME"
+        self._last[frame] = ("RESUME", 0)
 
     def left(self, frame: FrameType) -> None:
         """Forget the frame's last instruction: the frame returned, or the instruction raised and ran no handler."""
@@ -204,8 +209,17 @@ class _Monitoring:
 
 
 _codes: dict[CodeType, bytes] = {}
+_cleanups: dict[CodeType, list[tuple[int, int, int]]] = {}
 
 
 def _code_of(code: CodeType) -> bytes:
     """The instructions; from 3.11 on, ``co_code`` makes a copy at each use."""
     return _codes.setdefault(code, code.co_code) if code not in _codes else _codes[code]
+
+
+def _cleanup_of(code: CodeType, offset: int) -> int | None:
+    """Where the code continues if the instruction raises; ``None`` if it leaves the function, and before 3.11."""
+    if code not in _cleanups:
+        parse: Callable[[CodeType], list[Any]] = getattr(dis, "_parse_exception_table", lambda _code: [])
+        _cleanups[code] = [(entry.start, entry.end, entry.target) for entry in parse(code)]
+    return next((target for start, end, target in _cleanups[code] if start <= offset < end), None)

@@ -35,9 +35,10 @@ def test_every_place_is_reached_once() -> None:
 
 
 def test_a_lock_is_never_left_taken_by_a_with() -> None:
-    """Neither between taking it and the body, nor where the body raises."""
+    """Neither between taking it and the body, nor where the body raises, nor where it returns what a call returned."""
     _, function = _harness_sees(
-        "def function():\n    try:\n        with lock: int('x')\n    except ValueError:\n        noted.append(1)"
+        "def function():\n    try:\n        with lock: int('x')\n    except ValueError:\n        return returned()\n"
+        "def returned():\n    with lock: return noted.append(1)"
     )
     lock = function.__globals__["lock"]
     at_every_place(function, lambda: None if not lock.locked() else pytest.fail("the lock is taken"), at_least=2)
