@@ -11,16 +11,17 @@ would wait for all steps that are queued there, and these steps would wait for t
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import torch
 
 from ft_transport.runtime.threads import SafeExecutor
 from ft_transport.state.copying import Accelerator, Marks, mark
-from ft_transport.state.tensors import as_bytes, carrier_of
+from ft_transport.state.tensors import as_bytes, carrier_of, has_memory
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,7 @@ Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 class BitCopier:
     """Copies tensors bit for bit, on any devices, after the work that is queued when the copier is created.
 
-    A thread of the copier makes the copies, in the order of the calls. The thread ends when no reference to the copier
-    is left.
+    A thread of the copier makes the copies from and to devices, in the order of the calls.
 
     Args:
         devices: The devices of the tensors.
@@ -49,8 +49,14 @@ class BitCopier:
         self._after = mark(self._accelerator, [device for device in devices if device.type != "cpu"])
         self._buffers = BounceBuffers(self._accelerator)
         self._executor = SafeExecutor(1, "ft-transport-bounce")
-        self._begun: list[Future[None]] = []
-        self._has_begun = False
+        self._process_id = os.getpid()
+        self._has_begun = self._is_closed = False
+        self._failure: BaseException | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the copier can copy: not after `close`, and not in a forked child, which lacks its thread."""
+        return not self._is_closed and os.getpid() == self._process_id
 
     def copy(self, pairs: Sequence[Pair]) -> None:
         """Copy each source to its target. Return when these copies, and all that `begin` began, are complete.
@@ -58,26 +64,48 @@ class BitCopier:
         Raises:
             Exception: A copy failed, also one of an earlier call.
         """
-        self.begin(pairs)
-        self.wait()
+        self.begin([pair for pair in pairs if not _is_on_host(pair)])
+        for target, source in filter(_is_on_host, pairs):
+            _copy_one(target, source)
+        failure = self.wait()
+        if failure is not None:
+            raise failure
 
     def begin(self, pairs: Sequence[Pair]) -> None:
         """Begin to copy each source to its target. Any thread may call this."""
         if pairs:
-            self._has_begun = True
-            self._begun.append(self._executor.submit(self._copy_all, pairs))
+            self._submit(partial(self._copy_all, pairs))
 
-    def wait(self) -> None:
-        """Wait for all copies.
+    def begin_fill(self, tensors: Sequence[torch.Tensor], byte: int) -> None:
+        """Begin to set each byte of the tensors to ``byte``; each bool to ``True``."""
+        if tensors:
+            self._submit(partial(self._fill_all, tensors, byte))
 
-        Raises:
-            Exception: A copy failed.
+    def wait(self) -> BaseException | None:
+        """Wait until no copy is on its way, and return the first failure of a copy.
+
+        A failure is no error of this call, in which a signal handler may raise an error of its own.
         """
-        if self._has_begun:
-            # A signal handler may have raised before the last job was in the list. The thread runs one after the other.
+        if self._has_begun and self.is_open:
+            # The thread runs one job after the other.
             self._executor.submit(bool).result()
-        for future in self._begun:
-            future.result()
+        return self._failure
+
+    def close(self) -> None:
+        """Wait until no copy is on its way, and end the thread."""
+        self.wait()
+        self._is_closed = True
+        self._executor.shutdown(wait=False)
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        self._has_begun = True
+        self._executor.submit(self._run, job)
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            self._failure = self._failure or error
 
     def _copy_all(self, pairs: Sequence[Pair]) -> None:
         to_device: list[Pair] = []
@@ -89,11 +117,17 @@ class BitCopier:
             kind.append((target, source))
         self._buffers.to_device(to_device, self._after)
         self._buffers.to_host(to_host, self._after)
-        for target, source in others:
-            if target.is_cpu and source.is_cpu:
-                _copy_one(target, source)
+        for pair in others:
+            if _is_on_host(pair):
+                _copy_one(*pair)
             else:
-                self._copy_on_stream(target, source)
+                self._copy_on_stream(*pair)
+
+    def _fill_all(self, tensors: Sequence[torch.Tensor], byte: int) -> None:
+        for tensor in filter(has_memory, tensors):
+            # All bits set is not a valid bool.
+            bits = torch.full((tensor.nbytes,), 1 if tensor.dtype is torch.bool else byte, dtype=torch.uint8)
+            self._copy_all([(tensor, bits.view(tensor.dtype).view(tensor.shape))])
 
     def _copy_on_stream(self, target: torch.Tensor, source: torch.Tensor) -> None:
         stream = self._accelerator.new_stream(source.device if target.is_cpu else target.device)
@@ -286,6 +320,10 @@ def _by_device(pairs: Sequence[Pair], on_device: Sequence[torch.Tensor]) -> list
     for pair, tensor in zip(pairs, on_device, strict=True):
         found.setdefault(tensor.device, []).append(pair)
     return list(found.items())
+
+
+def _is_on_host(pair: Pair) -> bool:
+    return all(tensor.is_cpu for tensor in pair)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
 from typing import Final, TypeAlias
 
 import torch
@@ -21,11 +21,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from ft_transport.errors import ManifestError, RestoreError
 from ft_transport.runtime.decoding import collector_paused
 from ft_transport.state import placements
-from ft_transport.state.bounce_buffers import BitCopier, Pair
+from ft_transport.state.bounce_buffers import Pair
+from ft_transport.state.early_copies import EarlyCopies
 from ft_transport.state.matching import Incoming, Matcher
 from ft_transport.state.placements import is_dtensor
 from ft_transport.state.prefaulted import FreshMemory, PrefaultedMemory
-from ft_transport.state.tensors import DTYPES_BY_SAFETENSORS_NAME, bytes_at, extent_bytes, has_own_memory, view_key
+from ft_transport.state.tensors import (
+    DTYPES_BY_SAFETENSORS_NAME,
+    bytes_at,
+    extent_bytes,
+    has_memory,
+    has_own_memory,
+    view_key,
+)
 from ft_transport.state.unflatten import Unflattener, as_plain
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import CheckTime, DTensorNode, LayoutNode, LeafNode, Node, TensorNode, ViewNode, unbounded
@@ -83,7 +91,6 @@ class Restore:
 
     Attributes:
         incoming: Describes the snapshot before its bytes arrive.
-        destination_touched: Whether received bytes may have been written into the receiver's own tensors.
 
     Raises:
         RestoreError: The snapshot is larger than this machine's memory, or a tensor in ``into`` is read-only.
@@ -107,7 +114,7 @@ class Restore:
         self._manifest = manifest
         self._into = into
         self._meshes = meshes
-        self.destination_touched = False
+        self._is_touched = False
         self._check_time = check_time
         matcher = Matcher(manifest, check_time)
         try:
@@ -129,26 +136,28 @@ class Restore:
         self._arrived: set[int] = set()
         # Tensors that `read_own` has copied to fresh memory, and the receiver's tensor from which it has copied them.
         self._read_from: dict[int, torch.Tensor] = {}
-        # Tensors into which bytes in fresh memory are copied. If the fetch fails, their content is undefined.
-        self._written: list[torch.Tensor] = []
-        self._copier = BitCopier({target.device for _, target in self._indirect})
-        # For each tensor that `landed` copies: the number of bytes that have not arrived.
-        self._missing = {
-            index: tensors[index].end - tensors[index].start for index in self._indirect_of if index not in self._direct
-        }
-        self._landed: set[int] = set()
-        # Tensors that `landed` has begun to copy.
-        self._begun: set[int] = set()
-        self._mutex = threading.Lock()
         self._slots = [index for index, entry in enumerate(tensors) if entry.end > entry.start]
         self._slots.sort(key=lambda index: tensors[index].start)
         self._plan = DestinationPlan([tensors[index].start for index in self._slots], manifest.data_bytes)
+        self._early = EarlyCopies(
+            {
+                index: tensors[index].end - tensors[index].start
+                for index, copies in self._indirect_of.items()
+                if index not in self._direct and all(_is_on_device(target) for _, target in copies)
+            },
+            {target.device for _, target in self._indirect},
+        )
 
     def tensors_for(self, index: int) -> list[torch.Tensor]:
         """Return the receiver's tensors that receive tensor ``index`` of the snapshot, a non-empty tensor."""
         direct = self._direct.get(index)
         others = [target for _, target in self._indirect_of.get(index, ())]
         return others if direct is None else [direct, *others]
+
+    @property
+    def destination_touched(self) -> bool:
+        """Whether received bytes may have been written into the receiver's own tensors."""
+        return self._is_touched or bool(self._early.written)
 
     @property
     def is_all_here(self) -> bool:
@@ -175,7 +184,7 @@ class Restore:
                     copies.append((self._shaped(self._stored(index), node), own))
         if copies:
             self._check_time()
-            self._copier.copy(copies)
+            self._early.copier.copy(copies)
             self._read_from |= found
 
     def adopt(self, earlier: Restore, *, is_landed: bool) -> bool:
@@ -199,15 +208,17 @@ class Restore:
         )
         if not is_same:
             return False
-        with contextlib.suppress(Exception):  # `finish` copies all of it again
-            earlier._copier.wait()
+        earlier.close()
         self._fresh = earlier._fresh
         if is_landed:
             # The earlier object may have read content from other tensors than those of this object.
             self._arrived = earlier._arrived | earlier._read_from.keys()
-        self._written = earlier._written
-        if earlier.destination_touched:
-            self.destination_touched = True
+        own = {(target.device, target.data_ptr()) for _, target in self._indirect}
+        is_own = [(target.device, target.data_ptr()) in own for target in earlier._early.written]
+        self._early.written += compress(earlier._early.written, is_own)
+        others = [target for target, is_kept in zip(earlier._early.written, is_own, strict=True) if not is_kept]
+        earlier._early.begin_fill(others, _POISON_BYTE).close()
+        self._is_touched = self._is_touched or earlier._is_touched
         return True
 
     def buffers(self, start: int, end: int) -> list[memoryview]:
@@ -217,7 +228,7 @@ class Restore:
             RestoreError: The memory of a tensor of the receiver was freed.
         """
         if self._direct:
-            self.destination_touched = True
+            self._is_touched = True
         return self._views(start, end, is_receiving=True)
 
     def present(self, start: int, end: int) -> list[memoryview]:
@@ -234,12 +245,7 @@ class Restore:
             index = self._slots[slot]
             tensor = self._direct.get(index)
             if tensor is not None:
-                if not _has_memory(tensor):
-                    raise RestoreError(
-                        "expected the receiver's tensor to keep its memory, but the memory was freed",
-                        path=self._manifest.tensors[index].name,
-                        step=self._manifest.step,
-                    )
+                self._check_memory(index, tensor)
                 views.append(bytes_at(tensor.data_ptr() + offset, num_bytes))
             else:
                 if is_receiving:
@@ -253,27 +259,11 @@ class Restore:
         Begins to copy the tensors that are complete now and are not received in place. `finish` copies the others, and
         those of which a chunk has arrived again, because the first one was damaged.
         """
-        if self._missing:
-            with self._mutex:
-                self._count(chunk)
-
-    def _count(self, chunk: int) -> None:
-        pairs: list[Pair] = []
-        for slot, _, num_bytes in self._plan.pieces(*self._manifest.chunks.range_of(chunk, chunk + 1)):
-            index = self._slots[slot]
-            if chunk in self._landed:
-                self._begun.discard(index)
-            elif index in self._missing:
-                self._missing[index] -= num_bytes
-                if not self._missing[index]:
-                    self._begun.add(index)
-                    stored = self._stored(index)
-                    pairs += [(target, self._shaped(stored, node)) for node, target in self._indirect_of[index]]
-        self._landed.add(chunk)
-        if pairs:
-            self.destination_touched = True
-            self._written += [target for target, _ in pairs]
-            self._copier.begin(pairs)
+        pieces = self._plan.pieces(*self._manifest.chunks.range_of(chunk, chunk + 1))
+        for index in self._early.landed(chunk, [(self._slots[slot], num_bytes) for slot, _, num_bytes in pieces]):
+            # `finish` raises it: here it would count as a failure of the source.
+            with contextlib.suppress(ManifestError):
+                self._early.begin(index, self._copies_of(index))
 
     def finish(self) -> object:
         """Build the state and return it. Called once, after all bytes have arrived.
@@ -300,15 +290,11 @@ class Restore:
         except RecursionError as error:
             raise ManifestError("expected a tree nested less deeply than Python's recursion limit") from error
         # Only now, after all errors in the snapshot would have been raised, write into the other tensors.
-        copies = [
-            (target, self._shaped(self._tensor(node.index), node))
-            for node, target in self._indirect
-            if self._is_due(node.index, target)
-        ]
-        if copies:
-            self.destination_touched = True
-            self._written += [target for target, _ in copies]
-        self._copier.copy(copies)
+        due = [(node, target) for node, target in self._indirect if self._is_due(node.index, target)]
+        for node, target in due:
+            self._check_memory(node.index, target)
+        self._early.copy([(target, self._shaped(self._tensor(node.index), node)) for node, target in due])
+        self.close()
         return state
 
     def poison(self) -> None:
@@ -316,18 +302,18 @@ class Restore:
 
         So nobody can train on a mixture of two states without noticing. Freed tensors are skipped.
         """
-        with contextlib.suppress(Exception):
-            self._copier.wait()
-        for tensor in filter(_has_memory, self._direct.values()):
+        # Early copies that are on their way come first, even if a signal handler interrupts the wait for them.
+        copier = self._early.begin_fill(self._early.written, _POISON_BYTE)
+        for tensor in filter(has_memory, self._direct.values()):
             # All bits set is not a valid bool.
             value = 1 if tensor.dtype is torch.bool else _POISON_BYTE
             ctypes.memset(tensor.data_ptr(), value, tensor.nbytes)
-        copier = BitCopier({target.device for target in self._written})
-        for target in self._written:
-            bits = torch.full((target.nbytes,), _POISON_BYTE, dtype=torch.uint8)
-            if target.dtype is torch.bool:
-                bits.fill_(1)
-            copier.copy([(target, bits.view(target.dtype).view(target.shape))])
+        copier.close()
+        self.close()
+
+    def close(self) -> None:
+        """Return when no thread writes to the receiver's tensors any more. No bytes may arrive afterwards."""
+        self._early.copier.close()
 
     def fills(self, node: Node, into: torch.Tensor) -> bool:
         """Return whether the receiver's tensor ``into`` receives all data of ``node``, the node at the same path.
@@ -361,12 +347,24 @@ class Restore:
     def _is_due(self, index: int, target: torch.Tensor) -> bool:
         """Return whether `finish` must copy into ``target``: not if ``target`` already has the data."""
         if index in self._direct or index in self._arrived:
-            return index not in self._begun
+            return not self._early.is_begun(index)
         read_from = self._read_from.get(index)
         return read_from is not None and read_from is not target
 
     def _is_destination(self, index: int, tensor: torch.Tensor) -> bool:
         return self._direct.get(index) is tensor or (index, view_key(tensor)) in self._destinations
+
+    def _check_memory(self, index: int, tensor: torch.Tensor) -> None:
+        if not has_memory(tensor):
+            raise RestoreError(
+                "expected the receiver's tensor to keep its memory, but the memory was freed",
+                path=self._manifest.tensors[index].name,
+                step=self._manifest.step,
+            )
+
+    def _copies_of(self, index: int) -> list[Pair]:
+        stored = self._stored(index)
+        return [(target, self._shaped(stored, node)) for node, target in self._indirect_of[index]]
 
     @staticmethod
     def _shaped(stored: torch.Tensor, node: TensorNode | LayoutNode) -> torch.Tensor:
@@ -394,8 +392,5 @@ class Restore:
         return self._fresh.tensor(index, dtype).view(entry.shape)
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor still has its storage."""
-    # Not by the address: `data_ptr` of a view of freed storage is the offset of the view, not 0.
-    storage = tensor.untyped_storage()
-    return storage.nbytes() >= tensor.storage_offset() * tensor.dtype.itemsize + tensor.nbytes
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    return not tensor.is_cpu

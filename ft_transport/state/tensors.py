@@ -156,6 +156,13 @@ def has_own_memory(value: object) -> TypeGuard[torch.Tensor]:
     )
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor still has its storage."""
+    # Not by the address: `data_ptr` of a view of freed storage is the offset of the view, not 0.
+    storage = tensor.untyped_storage()
+    return storage.nbytes() >= tensor.storage_offset() * tensor.dtype.itemsize + tensor.nbytes
+
+
 def is_lazy(value: object) -> bool:
     """Return whether the value is a tensor of a lazy module, which has no shape or memory before its first use."""
     return torch.nn.parameter.is_lazy(cast("torch.Tensor", value))

@@ -299,6 +299,8 @@ class PartialState:
             error.destination_touched = True  # type: ignore[attr-defined]
         if is_kept:
             error.destination_kept = is_touched  # type: ignore[attr-defined]
+            if self._restore is not None:
+                self._restore.close()
             return
         try:
             self.discard()

@@ -17,7 +17,7 @@ from quorum_threads import LONG_S, Gate, lighthouse, loopback_transport, make_ma
 from state_equality import exact
 from state_tools import on_host
 
-from ft_transport import HTTPTransport, Received
+from ft_transport import FetchProgress, HTTPTransport, Received, TransportError
 from manager.quorum.healing import copied_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -99,6 +99,19 @@ def test_several_receivers_pass_on_to_each_other_what_goes_to_the_device(same_ho
             everybody = list(pool.map(fetch, range(3)))
     assert all(is_same(into, state) for into in intos)
     assert all(each.state["00"][0] is into["00"][0] for each, into in zip(everybody, intos, strict=True))
+
+
+def test_a_fetch_that_fails_late_leaves_no_part_of_the_state_on_the_device() -> None:
+    def on_progress(progress: FetchProgress) -> None:
+        if progress.done_bytes == progress.total_bytes:
+            raise RuntimeError("fails at the end")
+
+    into = layers(7)
+    with transport() as source, transport(4, on_progress=on_progress) as receiver:
+        source.send_checkpoint([], 1, layers(1), TIMEOUT)
+        with pytest.raises(TransportError, match="fails at the end"):
+            receiver.fetch(source.metadata(), 1, into=into)
+    assert all(tensor.isnan().all() for tensors in into.values() for tensor in tensors)
 
 
 class Replica:

@@ -1,4 +1,7 @@
-"""Tensors that are not received in place, as those on a device, are copied while other tensors still arrive."""
+"""Tensors on a device are copied while other tensors still arrive.
+
+There is no device here: strided tensors, which are not received in place either, stand in for those on a device.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ from faulty_transports import STATE_BYTES, TIMEOUT, blank, holds, is_state, spre
 from interruptions import HandlerError, at_every_place
 from state_tools import CHUNK_BYTES, deliver, file_of_state, manifest_of
 
-from ft_transport import FetchProgress
+from ft_transport import FetchProgress, PartialState, RestoreError, TransportError
+from ft_transport.errors import ManifestError
 from ft_transport.state import bounce_buffers as module
+from ft_transport.state import restore as restore_module
 from ft_transport.state.restore import Restore
 
 LONG_S = 20.0
@@ -41,6 +46,11 @@ class Trip:
             self.restore.landed(chunk)
 
 
+@pytest.fixture(autouse=True)
+def _strided_tensors_are_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restore_module, "_is_on_device", lambda _tensor: True)
+
+
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The targets that were copied to, in order."""
@@ -58,11 +68,11 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 def test_a_tensor_is_copied_once_when_all_of_it_has_arrived(copied: list[torch.Tensor]) -> None:
     trip = Trip()
     trip.arrive(0, 2, 3)
-    trip.restore._copier.wait()
+    trip.restore._early.copier.wait()
     assert not copied
     assert not trip.restore.destination_touched
     trip.arrive(1)
-    trip.restore._copier.wait()
+    trip.restore._early.copier.wait()
     assert [target is trip.own[0] for target in copied] == [True]
     assert trip.restore.destination_touched
     trip.arrive(4, 5)
@@ -75,7 +85,7 @@ def test_a_tensor_is_copied_once_when_all_of_it_has_arrived(copied: list[torch.T
 def test_a_chunk_that_arrives_again_is_copied_again() -> None:
     trip = Trip()
     trip.arrive(0, 1, 2, 3, 4, 5, data=trip.file[:-100] + bytes(100))
-    trip.restore._copier.wait()
+    trip.restore._early.copier.wait()
     assert not torch.equal(trip.own[1], trip.state[1])
     trip.arrive(5)
     trip.restore.finish()
@@ -88,6 +98,80 @@ def test_after_a_failure_no_tensor_has_a_part_of_the_state() -> None:
     trip.restore.poison()
     assert trip.own[0].isnan().all()
     assert not trip.own[1].any(), "nothing was copied to it"
+
+
+def test_a_tensor_that_was_freed_is_skipped() -> None:
+    trip = Trip()
+    trip.arrive(0, 1, 2)
+    trip.restore._early.copier.wait()
+    trip.own[0].untyped_storage().resize_(0)
+    trip.arrive(3, 4, 5)
+    trip.restore.poison()
+    assert trip.own[1].isnan().all()
+
+
+def test_a_tensor_that_was_freed_before_its_copy_is_an_error() -> None:
+    trip = Trip()
+    trip.own[1].untyped_storage().resize_(0)
+    trip.arrive(0, 1, 2, 3, 4, 5)
+    with pytest.raises(RestoreError, match="the memory was freed"):
+        trip.restore.finish()
+    trip.restore.poison()
+    assert trip.own[0].isnan().all()
+
+
+def test_tensors_that_the_next_attempt_does_not_receive_into_are_overwritten() -> None:
+    first, second = Trip(), Trip()
+    first.arrive(0, 1, 2, 3)
+    second.own[1] = first.own[1]
+    second.restore = Restore(second.manifest, into=second.own)
+    assert second.restore.adopt(first.restore, is_landed=True)
+    assert first.own[0].isnan().all()
+    second.arrive(4, 5)
+    second.restore.finish()
+    assert all(torch.equal(own, sent) for own, sent in zip(second.own, second.state, strict=True))
+
+
+def test_what_cannot_be_copied_is_the_callers_error_and_not_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    trip = Trip()
+
+    def refuse(_index: int) -> Any:
+        raise ManifestError("expected another shape")
+
+    monkeypatch.setattr(trip.restore, "_copies_of", refuse)
+    trip.arrive(0, 1, 2, 3, 4, 5)
+    assert not trip.restore.destination_touched
+    trip.restore.finish()
+    assert all(torch.equal(own, sent) for own, sent in zip(trip.own, trip.state, strict=True))
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_after_a_failure_no_thread_writes(monkeypatch: pytest.MonkeyPatch, is_kept: bool) -> None:
+    into, copy_one = spread_out(blank()), module._copy_one
+    fails, ended = threading.Event(), threading.Event()
+
+    def slow(target: torch.Tensor, source: torch.Tensor) -> None:
+        # Only when the fetch fails, the copy goes on, a little later.
+        assert fails.wait(LONG_S)
+        ended.wait(0.2)
+        copy_one(target, source)
+        ended.set()
+
+    def on_progress(progress: FetchProgress) -> None:
+        if progress.done_bytes == STATE_BYTES:
+            fails.set()
+            raise RuntimeError("fails at the end")
+
+    monkeypatch.setattr(module, "_copy_one", slow)
+    with transport() as source, transport(on_progress=on_progress) as receiver:
+        source.send_checkpoint([], 1, state_of(1), TIMEOUT)
+        part = PartialState() if is_kept else None
+        with pytest.raises(TransportError, match="fails at the end"):
+            receiver.fetch(source.metadata(), 1, into=into, known=part)
+        assert ended.is_set()
+        if part is not None:
+            part.discard()
+    assert all(into[name].isnan().all() for name in "ab")
 
 
 def test_wherever_a_signal_handler_raises_no_part_of_the_state_is_left() -> None:
@@ -111,7 +195,12 @@ def test_wherever_a_signal_handler_raises_no_part_of_the_state_is_left() -> None
         deliver(trip.restore, trip.file, trip.manifest)
 
     deliver(trip.restore, trip.file, trip.manifest)
-    modules = ("ft_transport.state.restore", "ft_transport.state.bounce_buffers", "ft_transport.runtime.threads")
+    modules = (
+        "ft_transport.state.restore",
+        "ft_transport.state.early_copies",
+        "ft_transport.state.bounce_buffers",
+        "ft_transport.runtime.threads",
+    )
     at_every_place(receive, check, at_least=50, modules=modules)
 
 
