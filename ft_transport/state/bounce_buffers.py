@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -49,6 +50,8 @@ class BitCopier:
         self._after = mark(self._accelerator, [device for device in devices if device.type != "cpu"])
         self._buffers = BounceBuffers(self._accelerator)
         self._executor = SafeExecutor(1, "ft-transport-bounce")
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._running = threading.Lock()
         self._process_id = os.getpid()
         self._has_begun = self._is_closed = False
         self._failure: BaseException | None = None
@@ -87,8 +90,7 @@ class BitCopier:
         A failure is no error of this call, in which a signal handler may raise an error of its own.
         """
         if self._has_begun and self.is_open:
-            # The thread runs one job after the other.
-            self._executor.submit(bool).result()
+            self._executor.submit(self._run).result()
         return self._failure
 
     def close(self) -> None:
@@ -99,13 +101,17 @@ class BitCopier:
 
     def _submit(self, job: Callable[[], None]) -> None:
         self._has_begun = True
-        self._executor.submit(self._run, job)
+        self._jobs.append(job)
+        self._executor.submit(self._run)
 
-    def _run(self, job: Callable[[], None]) -> None:
-        try:
-            job()
-        except BaseException as error:
-            self._failure = self._failure or error
+    def _run(self) -> None:
+        # In the order of the calls, even if a signal handler has interrupted the start of a thread, so that two run.
+        with self._running:
+            while self._jobs:
+                try:
+                    self._jobs.popleft()()
+                except BaseException as error:
+                    self._failure = self._failure or error
 
     def _copy_all(self, pairs: Sequence[Pair]) -> None:
         to_device: list[Pair] = []
