@@ -31,7 +31,7 @@ from benchmarks.transports import Fetch, Receiver, Serve, prepare_bare, prepare_
 _NUM_PAIRS: Final = 8
 _STATE: Final = "big"
 _HOST_SCALE: Final = 2.0
-"""Of the state, so that a host has 4 GB of it, and a rank half a gigabyte."""
+"""Scales the state to 4 GB per host, half a gigabyte per rank."""
 _NUM_FULL_STARTS: Final = 2
 _HOST: Final = "127.0.0.1"
 _TIMEOUT_S: Final = 60.0
@@ -71,7 +71,7 @@ VARIANTS: Final[tuple[Pairs | Named, ...]] = (VERIFIED, UNVERIFIED, ONE, BARE, B
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """What all pairs have sent together after one start.
+    """The bytes that all pairs sent together after one start, and the cost.
 
     Attributes:
         num_bytes: Of all pairs.
@@ -92,7 +92,7 @@ class Sent:
 
     @property
     def limits(self) -> dict[Quantity, float]:
-        """What tells why the rate is no higher."""
+        """The quantities that explain the rate: processor time of a gigabyte, and the cores in use."""
         return {
             **{quantity: spent_s * 1e9 / self.num_bytes for quantity, spent_s in zip(SPENT, self.spent_s, strict=True)},
             IN_USE: sum(self.spent_s) / self.seconds / (os.cpu_count() or 1) * 100,

@@ -16,7 +16,7 @@ _NUM_ROWS: Final = {True: 20_480, False: 64}
 """By whether there is a GPU. With one, forward and backward of a batch with so many rows take longer than a copy of
 weights and optimizer to the host over PCIe 5."""
 _LAYER_BYTES: Final = 12 * 4096 * 4096
-"""Of one layer on a GPU: float32, with the two moments of AdamW."""
+"""The size of one layer on a GPU: a float32 weight and the two moments of AdamW."""
 
 
 def has_gpu() -> bool:

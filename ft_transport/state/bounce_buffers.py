@@ -55,10 +55,11 @@ class BitCopier:
         self._process_id = os.getpid()
         self._has_begun = self._is_closed = False
         self._failure: BaseException | None = None
+        self._fill_failure: BaseException | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether the copier can copy: not after `close`, and not in a forked child, which lacks its thread."""
+        """Whether the copier accepts copies: `close` ends that, and a forked child lacks the copier's thread."""
         return not self._is_closed and os.getpid() == self._process_id
 
     def copy(self, pairs: Sequence[Pair]) -> None:
@@ -94,10 +95,16 @@ class BitCopier:
         return self._failure
 
     def close(self) -> None:
-        """Wait until no copy is on its way, and end the thread."""
+        """Wait until no copy is on its way, and end the thread.
+
+        Raises:
+            Exception: `begin_fill` could not overwrite a tensor.
+        """
         self.wait()
         self._is_closed = True
         self._executor.shutdown(wait=False)
+        if self._fill_failure is not None:
+            raise self._fill_failure
 
     def _submit(self, job: Callable[[], None]) -> None:
         self._has_begun = True
@@ -130,10 +137,13 @@ class BitCopier:
                 self._copy_on_stream(*pair)
 
     def _fill_all(self, tensors: Sequence[torch.Tensor], byte: int) -> None:
-        for tensor in filter(has_memory, tensors):
-            # All bits set is not a valid bool.
-            bits = torch.full((tensor.nbytes,), 1 if tensor.dtype is torch.bool else byte, dtype=torch.uint8)
-            self._copy_all([(tensor, bits.view(tensor.dtype).view(tensor.shape))])
+        try:
+            for tensor in filter(has_memory, tensors):
+                # All bits set is not a valid bool.
+                bits = torch.full((tensor.nbytes,), 1 if tensor.dtype is torch.bool else byte, dtype=torch.uint8)
+                self._copy_all([(tensor, bits.view(tensor.dtype).view(tensor.shape))])
+        except BaseException as error:
+            self._fill_failure = error
 
     def _copy_on_stream(self, target: torch.Tensor, source: torch.Tensor) -> None:
         stream = self._accelerator.new_stream(source.device if target.is_cpu else target.device)

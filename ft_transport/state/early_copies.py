@@ -24,11 +24,13 @@ class EarlyCopies:
     Attributes:
         copier: Makes the copies.
         written: The targets of all copies that have begun.
+        is_needed: Whether any tensor is copied early.
     """
 
     def __init__(self, sizes: Mapping[int, int], devices: Iterable[torch.device]) -> None:
         self.copier = BitCopier(devices)
         self.written: list[torch.Tensor] = []
+        self.is_needed = bool(sizes)
         self._missing = dict(sizes)
         self._mutex = threading.Lock()
         self._landed: set[int] = set()
@@ -44,7 +46,7 @@ class EarlyCopies:
             parts: The tensors in the chunk: index, and number of bytes in the chunk.
         """
         with self._mutex:
-            return self._count(chunk, parts) if self._missing else []
+            return self._count(chunk, parts)
 
     def _count(self, chunk: int, parts: Sequence[tuple[int, int]]) -> list[int]:
         if chunk in self._landed:

@@ -156,7 +156,7 @@ class Restore:
 
     @property
     def destination_touched(self) -> bool:
-        """Whether received bytes may have been written into the receiver's own tensors."""
+        """Whether the receiver's own tensors may contain received bytes."""
         return self._is_touched or bool(self._early.written)
 
     @property
@@ -259,6 +259,8 @@ class Restore:
         Begins to copy the tensors that are complete now and are not received in place. `finish` copies the others, and
         those of which a chunk has arrived again, because the first one was damaged.
         """
+        if not self._early.is_needed:
+            return
         pieces = self._plan.pieces(*self._manifest.chunks.range_of(chunk, chunk + 1))
         for index in self._early.landed(chunk, [(self._slots[slot], num_bytes) for slot, _, num_bytes in pieces]):
             # `finish` raises it: here it would count as a failure of the source.

@@ -100,6 +100,19 @@ def test_after_a_failure_no_tensor_has_a_part_of_the_state() -> None:
     assert not trip.own[1].any(), "nothing was copied to it"
 
 
+def test_a_tensor_that_cannot_be_overwritten_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    trip = Trip()
+    trip.arrive(0, 1, 2)
+    trip.restore._early.copier.wait()
+
+    def refuse(_target: torch.Tensor, _source: torch.Tensor) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(module, "_copy_one", refuse)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        trip.restore.poison()
+
+
 def test_a_tensor_that_was_freed_is_skipped() -> None:
     trip = Trip()
     trip.arrive(0, 1, 2)
